@@ -1,11 +1,70 @@
-# Every target sets itself up: `make setup` creates .venv once and again when pyproject.toml changes.
+# Every target sets itself up: `make setup` does nothing where nothing has changed.
 SHELL := /bin/bash
-PY := .venv/bin/python
-PROTO_OUT := proto/telemetry_pb2.py proto/telemetry_pb2.pyi proto/telemetry_pb2_grpc.py
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
 
-.PHONY: setup proto
-setup:
+PY := .venv/bin/python
+TORCH_PY := $(abspath .venv-torch/bin/python)
+PACKAGES := agent probes proto collector
+# Typed like the packages: what tests share, not the tests themselves.
+TYPED_TESTS := $(wildcard tests/*.py tests/rig/*.py tests/bench/*.py)
+# Extra arguments for pytest, as in: make test ARGS="-k windows -x"
+ARGS ?=
+FOR ?=
+JSON ?=
+ONLY ?=
+FLAGS = $(if $(FOR),--for "$(FOR)") $(if $(JSON),--json "$(JSON)")
+
+.PHONY: help setup setup-torch setup-nccl demo demo-torch test test-torch test-nccl check bench \
+	proto format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## what is missing from apt, and .venv (every other target does this first)
 	@bash tests/setup.sh
 
-proto: setup
+setup-torch: setup
+	@bash tests/setup.sh torch
+
+setup-nccl: setup
+	@bash tests/setup.sh nccl
+
+demo: setup ## an 8-rank expert-parallel job with one slow rank, live (FOR=45 JSON=demo.json: unattended)
+	@$(PY) -m tests.demo $(FLAGS)
+
+demo-torch: setup-torch ## the same with real PyTorch processes and Gloo
+	@$(PY) -m tests.demo --torch "$(TORCH_PY)" $(FLAGS)
+
+test: setup ## unit, contract, kernel and end-to-end tests (ARGS= goes to pytest)
+	@$(PY) -m pytest -m "not torch and not nccl" $(ARGS)
+
+test-torch: setup-torch ## end to end with real PyTorch and Gloo
+	@LANTERNE_TORCH_PYTHON="$(TORCH_PY)" $(PY) -m pytest -m torch $(ARGS)
+
+test-nccl: setup-nccl ## probes on the real libnccl wheels (some 300 MB each, kept in build/nccl)
+	@LANTERNE_NCCL_DIR="$(abspath build/nccl)" $(PY) -m pytest -m nccl $(ARGS)
+
+check: setup ## lint, format, types, import contracts, generated code, licences
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@rm -rf build/site build/lib
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/site .
+	@MYPYPATH=build/site $(PY) -m mypy $(PACKAGES:%=-p lanterne.%)
+	@MYPYPATH=build/site:. $(PY) -m mypy --explicit-package-bases $(TYPED_TESTS)
+	@$(PY) -m pytest -q tests/contract/test_project.py tests/contract/test_imports.py
+
+bench: setup ## costs and rates against the budgets (JSON=bench.json ONLY=probe|ring|agent|collector)
+	@$(PY) -m tests.bench.run $(if $(JSON),--json "$(JSON)") $(if $(ONLY),--only "$(ONLY)")
+
+proto: setup ## the generated code from proto/telemetry.proto
 	@$(PY) tests/generate_proto.py
+
+format: setup ## rewrites the sources as ruff wants them
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+clean: ## what the targets made, except the virtual environments and the NCCL wheels
+	@rm -rf build/site build/lib build/bdist.* build/rig *.egg-info .mypy_cache .ruff_cache \
+		.pytest_cache .hypothesis .import_linter_cache
+	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

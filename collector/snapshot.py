@@ -74,6 +74,8 @@ class CommunicatorView:
     # (op name, source name) -> histogram
     durations: Mapping[tuple[str, str], Histogram] = field(default_factory=dict)
     waits: Mapping[tuple[str, str], Histogram] = field(default_factory=dict)
+    # (op name, source name) -> calls, calls that returned an error, bytes; source "none" included
+    calls: Mapping[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
     # source name -> histogram; only where dispatch and combine were told apart
     dispatch: Mapping[str, Histogram] = field(default_factory=dict)
     combine: Mapping[str, Histogram] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class CommunicatorView:
     bytes_by_domain: I64 | None = None
     # [n_ranks, n_ranks] bytes from row to column in the span; None when unknown or too large
     traffic: I64 | None = None
+    # skew, gini, balancedness of the bytes that each rank received in the span; absent: unknown
+    load: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

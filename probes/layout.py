@@ -81,6 +81,7 @@ COUNTERS = (
     "lost_read",
     "nested",
     "orphan_return",
+    "lost_cuda",
 )
 
 

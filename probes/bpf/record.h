@@ -92,6 +92,7 @@ enum lanterne_counter {
 	LANTERNE_N_LOST_READ,       /* an argument in user memory could not be read */
 	LANTERNE_N_NESTED,          /* inner call of a nested pair, not recorded by design */
 	LANTERNE_N_ORPHAN_RETURN,   /* return without an entry: attached in between */
+	LANTERNE_N_LOST_CUDA,       /* no room for a process's or thread's CUDA state */
 	LANTERNE_N_COUNTERS,
 };
 

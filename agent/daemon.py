@@ -1,0 +1,445 @@
+"""Wiring of the sources and the loop: scan, drain, close a window, hand it to the stream.
+
+Every source may fail alone: it is then absent and `source_success` says so, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lanterne.agent import privileges
+from lanterne.agent.comms import Registry
+from lanterne.agent.config import AgentConfig
+from lanterne.agent.encode import Context, Head, Health
+from lanterne.agent.errors import AgentError
+from lanterne.agent.events import Rules
+from lanterne.agent.export import AgentState, Exporter
+from lanterne.agent.pipeline import Pipeline
+from lanterne.agent.process import Processes, printable
+from lanterne.agent.stream import Stream
+from lanterne.probes.layout import COMM_EVENT, RECORD
+
+log = logging.getLogger(__name__)
+
+DRAIN_ROWS = 1 << 16
+SHORTEST_DRAIN = 0.002
+SCAN_SHARE = 0.01  # of one core, at most, for searching /proc
+LONGEST_SCAN_PAUSE = 5.0
+LOST_PREFIX = "lost_"
+
+
+def version() -> str:
+    try:
+        return metadata.version("lanterne")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+class Uprobes:
+    """The kernel side: programs, attached libraries, the two rings."""
+
+    def __init__(self, config: AgentConfig, proc: Path):
+        # Here, not above: without probes the agent needs none of it.
+        from lanterne.agent import attach, kernel, ring
+
+        probes = config.probes
+        self.programs = kernel.load(
+            ring_bytes=probes.ring_bytes,
+            comm_ring_bytes=probes.comm_ring_bytes,
+            interpreter=probes.interpreter,
+            method=probes.method,
+        )
+        self.attacher = attach.Attacher(
+            self.programs, proc=proc, include=probes.include, exclude=probes.exclude
+        )
+        self.records = ring.Ring(self.programs.ring_fd, self.programs.ring_bytes, RECORD)
+        self.comm_events = ring.Ring(
+            self.programs.comm_ring_fd, self.programs.comm_ring_bytes, COMM_EVENT
+        )
+        self.capacity = self.programs.ring_bytes // (RECORD.itemsize + 8)
+
+    def libraries_of(self, pid: int) -> list[Any]:
+        """Of one process, what identification needs to know of its libraries."""
+        process = self.attacher.processes.get(pid)
+        if process is None:
+            return []
+        known = self.attacher.libraries
+        return [known[key] for key in process.libraries if key in known]
+
+    def close(self) -> None:
+        for part in (self.records, self.comm_events, self.attacher, self.programs):
+            part.close()
+
+
+class Agent:
+    """Build it, `run` it; `stop` from a signal handler or another thread."""
+
+    def __init__(self, config: AgentConfig, *, proc: Path = Path("/proc")):
+        self._config = config
+        self._proc = proc
+        self._stop = threading.Event()
+        self._success: dict[str, bool] = {}
+        self._uprobes = self._load() if config.probes.enabled else None
+        if config.probes.enabled and config.probes.drop_privileges:
+            self._drop_privileges()
+        self._processes = Processes(proc)
+        boot_id = _boot_id(proc)
+        self._registry = Registry(
+            libraries=self._uprobes.libraries_of if self._uprobes else lambda _: (),
+            processes=self._processes,
+            limit=config.identity.max_communicators,
+            workload_variables=config.identity.workload_variables,
+            roles=config.identity.roles,
+            gloo_probes=_gloo_probes(),
+            boot_id=boot_id,
+        )
+        self._pipeline = Pipeline(
+            self._registry,
+            Rules(
+                max_launches=config.evidence.max_launches,
+                max_sync_age_us=int(config.evidence.max_sync_age_seconds * 1e6),
+            ),
+            Head(config.node.name, time.time_ns(), version(), boot_id),
+            time.monotonic_ns(),
+            grace_ns=int(config.window.group_grace_seconds * 1e9),
+        )
+        self._nvml = self._optional("nvml", config.sources.nvml, _open_nvml)
+        self._host = self._optional("host", config.sources.host, lambda: _open_host(proc))
+        self._gpus: list[Any] = []
+        self._readings: dict[int, Any] = {}
+        self._cuda: dict[int, np.void] = {}
+        self._blind: dict[int, int] = {}
+        self._blind_total = 0
+        self._counters: dict[str, int] = {}
+        self._stream = Stream(
+            config.collector.addresses,
+            config.node.name,
+            max_batches=config.collector.queue_batches,
+            max_bytes=config.collector.queue_bytes,
+            heartbeat=config.collector.heartbeat_seconds,
+            longest_pause=config.collector.backoff_max_seconds,
+        )
+        self._state = AgentState(node=config.node.name, version=version())
+        self._exporter: Exporter | None = None
+
+    # -- start ------------------------------------------------------------------------------
+
+    def _load(self) -> Uprobes | None:
+        try:
+            uprobes = Uprobes(self._config, self._proc)
+        except (AgentError, OSError) as error:
+            self._success["uprobes"] = False
+            log.error(
+                "probes cannot be loaded: no collective will be seen, only GPU and host readings; "
+                "`lanterne-agent doctor` tells what is missing",
+                extra={"reason": str(error)},
+            )
+            return None
+        self._success["uprobes"] = True
+        log.info("probes loaded", extra={"method": uprobes.programs.method})
+        return uprobes
+
+    def _drop_privileges(self) -> None:
+        try:
+            kept = privileges.drop()
+        except OSError as error:
+            log.warning("privileges not dropped", extra={"reason": str(error)})
+        else:
+            log.debug("privileges dropped", extra={"capabilities": hex(kept)})
+
+    def _optional(self, name: str, wanted: bool, make: Callable[[], Any]) -> Any:
+        if not wanted:
+            return None
+        try:
+            return make()
+        except Exception as error:  # a source must not take the agent down, whatever it raises
+            self._success[name] = False
+            log.warning("source not available", extra={"source": name, "reason": str(error)})
+            return None
+
+    # -- loop -------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def run(self) -> None:
+        """Until `stop`; then drains, sends what is left for a bounded time, and detaches."""
+        config = self._config
+        if config.metrics.listen:
+            try:
+                self._exporter = Exporter(config.metrics.listen, lambda: self._state)
+                log.info("metrics served", extra={"port": self._exporter.port})
+            except OSError as error:
+                log.error(
+                    "metrics.listen cannot be used, going on without",
+                    extra={"address": config.metrics.listen, "reason": str(error)},
+                )
+        self._stream.start()
+        log.info("agent started", extra={"node": config.node.name, "version": version()})
+        try:
+            self._loop()
+        finally:
+            self._finish()
+
+    def _loop(self) -> None:
+        window = self._config.window
+        now = time.monotonic()
+        next_scan, next_window = now, now + window.seconds
+        pause = window.drain_seconds
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= next_scan:
+                spent = self._scan()
+                after = min(max(window.scan_seconds, spent / SCAN_SHARE), LONGEST_SCAN_PAUSE)
+                next_scan = time.monotonic() + max(after, window.scan_seconds)
+            pause = self._next_pause(self._drain(), pause)
+            now = time.monotonic()
+            if now >= next_window or self._pipeline.full:
+                self._close_window()
+                # Late windows are not made up for: the next one ends a full length from now.
+                next_window = max(next_window + window.seconds, now + window.seconds / 2)
+            due = min(next_scan, next_window) - time.monotonic()
+            self._stop.wait(max(0.0, min(pause, due)))
+
+    def _next_pause(self, read: int, pause: float) -> float:
+        """Drain sooner while the ring fills up, at leisure otherwise."""
+        longest = self._config.window.drain_seconds
+        if self._uprobes is None or read == 0:
+            return longest
+        share = read / self._uprobes.capacity
+        if share > 0.25:
+            return max(pause / 2, SHORTEST_DRAIN)
+        return min(pause * 1.5, longest) if share < 0.1 else pause
+
+    def _scan(self) -> float:
+        """-> seconds it took."""
+        begin = time.monotonic()
+        if self._uprobes is not None:
+            try:
+                scan = self._uprobes.attacher.scan()
+            except (AgentError, OSError) as error:
+                self._success["uprobes"] = False
+                log.error("scan failed", extra={"reason": str(error)})
+                return time.monotonic() - begin
+            self._success["uprobes"] = True
+            for library in scan.new_libraries:
+                log.info(
+                    "library",
+                    extra={
+                        "path": library.path,
+                        "kind": library.kind,
+                        "state": library.state,
+                        "probes": len(library.sites),
+                        "error": library.error,
+                    },
+                )
+            for failed in scan.failed:
+                log.warning("library not probed", extra={"reason": failed})
+            if scan.gone_pids:
+                self._gone(scan.gone_pids)
+        return time.monotonic() - begin
+
+    def _gone(self, pids: tuple[int, ...]) -> None:
+        # Their last records may still be in the ring: read them before the pids are forgotten.
+        self._drain()
+        self._registry.forget_processes(pids, time.monotonic_ns())
+        if self._uprobes is not None:
+            self._uprobes.programs.forget(pids)
+
+    def _drain(self) -> int:
+        """Everything in the rings now, within reason; -> records read."""
+        uprobes = self._uprobes
+        if uprobes is None:
+            return 0
+        read = 0
+        while True:
+            records = uprobes.records.drain(DRAIN_ROWS)
+            comm_events = uprobes.comm_events.drain()
+            self._pipeline.feed(records, comm_events, time.monotonic_ns())
+            read += len(records)
+            if len(records) < DRAIN_ROWS or read > 2 * uprobes.capacity or self._pipeline.full:
+                return read
+
+    # -- window -----------------------------------------------------------------------------
+
+    def _close_window(self, *, final: bool = False) -> None:
+        batches = self._pipeline.close(
+            time.monotonic_ns(), self._stream.stride, self._context, final=final
+        )
+        for sequence, batch in batches:
+            self._stream.offer(sequence, batch)
+        self._state = self._new_state()
+
+    def _context(self) -> Context:
+        self._read_kernel()
+        self._gpus = self._reading("nvml", self._nvml, lambda: self._nvml.read()) or []
+        if self._nvml is not None:
+            self._success["nvml"] = self._nvml.available
+        pids = self._registry.pids()
+        self._readings = self._reading("host", self._host, lambda: self._host.read(pids)) or {}
+        self._registry.verify_processes(time.monotonic_ns())
+        return Context(
+            realtime_offset_ns=time.time_ns() - time.monotonic_ns(),
+            gpus=self._gpus,
+            processes=self._readings,
+            cuda=self._cuda,
+            health=self._health(),
+        )
+
+    def _reading(self, name: str, source: Any, read: Callable[[], Any]) -> Any:
+        if source is None:
+            return None
+        try:
+            value = read()
+        except Exception as error:  # as in _optional
+            if self._success.get(name, True):
+                log.warning("source failed", extra={"source": name, "reason": str(error)})
+            self._success[name] = False
+            return None
+        self._success[name] = True
+        return value
+
+    def _read_kernel(self) -> None:
+        if self._uprobes is None:
+            return
+        try:
+            self._counters = self._uprobes.programs.counters()
+            self._cuda = self._uprobes.programs.cuda()
+        except (AgentError, OSError) as error:
+            self._success["uprobes"] = False
+            log.warning("kernel counters not readable", extra={"reason": str(error)})
+            return
+        for pid, row in self._cuda.items():
+            if int(row["captured_ops"]):
+                launches, before = int(row["graph_launches"]), self._blind.get(pid, 0)
+                self._blind_total += launches - before if launches >= before else launches
+                self._blind[pid] = launches
+        for pid in self._blind.keys() - self._cuda.keys():
+            del self._blind[pid]
+
+    def _lost(self) -> dict[str, int]:
+        return {
+            name.removeprefix(LOST_PREFIX): value
+            for name, value in self._counters.items()
+            if name.startswith(LOST_PREFIX)
+        }
+
+    def _health(self) -> Health:
+        uprobes = self._uprobes
+        libraries = list(uprobes.attacher.libraries.values()) if uprobes else []
+        totals = self._stream.totals()
+        return Health(
+            events_read=uprobes.records.read if uprobes else 0,
+            events_submitted=self._counters.get("submitted", 0),
+            events_lost=self._lost(),
+            communicators_unresolved=self._registry.unresolved,
+            operations_unresolved=self._pipeline.operations_unresolved,
+            blind_graph_launches=self._blind_total,
+            source_success=dict(self._success),
+            batches_dropped=totals.dropped_queue + totals.refused,
+            libraries_failed=[
+                printable(f"{library.path}: {library.error}", 256)
+                for library in libraries
+                if library.state == "failed"
+            ],
+        )
+
+    def _new_state(self) -> AgentState:
+        uprobes, registry = self._uprobes, self._registry
+        health, totals = self._health(), self._stream.totals()
+        libraries: dict[tuple[str, str], int] = {}
+        for library in uprobes.attacher.libraries.values() if uprobes else ():
+            pair = (library.kind, library.state)
+            libraries[pair] = libraries.get(pair, 0) + 1
+        stats = uprobes.programs.run_stats() if uprobes else None
+        batches, size = self._stream.queued
+        return replace(
+            self._state,
+            events_read=health.events_read,
+            events_submitted=health.events_submitted,
+            events_lost=health.events_lost,
+            nested_calls=self._counters.get("nested", 0),
+            orphan_returns=self._counters.get("orphan_return", 0),
+            comms=len(registry.alive()),
+            comms_unresolved=health.communicators_unresolved,
+            comms_evicted=registry.evicted,
+            operations_unresolved=health.operations_unresolved,
+            groups_forced=self._pipeline.groups.forced,
+            blind_graph_launches=health.blind_graph_launches,
+            probe_runs=stats[0] if stats else None,
+            probe_run_seconds=stats[1] / 1e9 if stats else None,
+            processes=len(uprobes.attacher.processes) if uprobes else 0,
+            source_success=health.source_success,
+            libraries=libraries,
+            batches_sent=totals.sent,
+            batches_resent=totals.resent,
+            batches_acked=totals.acknowledged,
+            batches_dropped={"queue_full": totals.dropped_queue, "refused": totals.refused},
+            connects=totals.connects,
+            connected=self._stream.connected,
+            queue_batches=batches,
+            queue_bytes=size,
+            stride=self._stream.stride,
+            last_window_seconds=time.time(),
+            gpus=self._gpus,
+            host=self._readings,
+        )
+
+    # -- end --------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """In the order of the data: drain, last window, acknowledgements; then detach."""
+        try:
+            self._drain()
+            self._close_window(final=True)
+        except Exception:
+            log.exception("last window lost")
+        sent = self._stream.close(self._config.collector.shutdown_seconds)
+        if not sent:
+            log.warning(
+                "not everything was acknowledged", extra={"batches": self._stream.queued[0]}
+            )
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._nvml is not None:
+            self._nvml.close()
+        if self._uprobes is not None:
+            self._uprobes.close()
+        log.info("agent stopped")
+
+
+def _open_nvml() -> Any:
+    from lanterne.agent.nvml import Nvml
+
+    return Nvml()
+
+
+def _open_host(proc: Path) -> Any:
+    from lanterne.agent.host import HostReader
+
+    return HostReader(proc)
+
+
+def _gloo_probes() -> tuple[int, ...]:
+    """Ids of the catalog rows of Gloo functions."""
+    try:
+        from lanterne.probes import catalog
+    except ImportError:
+        return ()
+    return tuple(row.id for row in catalog.ROWS if "gloo" in str(row.library))
+
+
+def _boot_id(proc: Path) -> str:
+    try:
+        return printable((proc / "sys/kernel/random/boot_id").read_text().strip(), 64)
+    except OSError:
+        return ""

@@ -1,0 +1,207 @@
+"""`lanterne-agent doctor`: what would work on this host, what would not, and the remedy.
+
+Every check is a function that gives rows and never raises. `examine` runs them; `run` shows them as
+a table or as JSON. Nothing stays behind: programs and links live as long as their descriptors,
+which are closed before the table is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from lanterne.agent import kernel
+from lanterne.agent.attach import Attacher
+from lanterne.agent.config import AgentConfig
+from lanterne.agent.doctor_view import (
+    LibraryView,
+    Report,
+    Row,
+    blind_rows,
+    clean,
+    library_rows,
+    library_views,
+    render,
+)
+from lanterne.agent.errors import AgentError
+from lanterne.agent.nvml import Nvml
+
+CONNECT_SECONDS = 2.0
+INTERPRETER_SECONDS = 20.0
+MAX_PROBLEM_ROWS = 20
+
+
+def run(config: AgentConfig, *, as_json: bool) -> int:
+    """Print the report; 0 where the basic level works, else 1."""
+    report = examine(config)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print(render(report, shutil.get_terminal_size((100, 24)).columns))
+    return 0 if report.works else 1
+
+
+def examine(config: AgentConfig, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Report:
+    support = kernel.probe_support()
+    rows = [
+        *kernel_rows(support),
+        lockdown_row(_text(sys / "kernel/security/lockdown")),
+        btf_row((sys / "kernel/btf/vmlinux").exists()),
+        stats_row(_text(proc / "sys/kernel/bpf_stats_enabled")),
+        interpreter_row(config.probes.interpreter),
+    ]
+    can_load = not any(row.status == "fail" for row in rows)
+    probe_rows, libraries = _probes(config, can_load, proc)
+    rows += probe_rows
+    rows += nvml_rows(config.sources.nvml)
+    rows += [collector_row(address) for address in config.collector.addresses]
+    works = not any(row.status == "fail" for row in rows)
+    rows = [Row(r.check, r.status, clean(r.detail), clean(r.remedy)) for r in rows]
+    return Report(metadata.version("lanterne"), works, tuple(rows), libraries)
+
+
+def kernel_rows(support: kernel.KernelSupport) -> Iterator[Row]:
+    features = {
+        "BPF": support.bpf,
+        "ring buffer": support.ringbuf,
+        "cookies": support.cookies,
+        "multi-uprobe": support.uprobe_multi,
+        "perf uprobe": support.perf_uprobe,
+    }
+    have = ", ".join(name for name, there in features.items() if there)
+    missing = ", ".join(name for name, there in features.items() if not there)
+    detail = f"Linux {support.release}: {have or 'nothing that the probes need'}"
+    yield Row("kernel", "info", detail + (f"; missing: {missing}" if missing else ""))
+    yield Row("capabilities", "info", ", ".join(support.capabilities) or "none of those needed")
+    for problem in support.problems[:MAX_PROBLEM_ROWS]:
+        what, _, remedy = problem.partition(": ")
+        yield Row("kernel", "fail", what, remedy)
+
+
+def lockdown_row(text: str | None) -> Row:
+    """`text`: /sys/kernel/security/lockdown, where the mode in force stands in brackets."""
+    mode = (text or "").partition("[")[2].partition("]")[0]
+    if mode == "confidentiality":
+        remedy = "if the self-test fails: boot with lockdown=integrity"
+        return Row("lockdown", "warn", "confidentiality: the kernel may refuse BPF", remedy)
+    return Row("lockdown", "ok", mode or "not built in")
+
+
+def btf_row(there: bool) -> Row:
+    detail = "there" if there else "not there"
+    return Row("BTF", "info", f"{detail}; neither BTF nor kernel headers are needed")
+
+
+def stats_row(text: str | None) -> Row:
+    if (text or "").strip() == "1":
+        return Row("probe run times", "ok", "the kernel counts them")
+    remedy = "to have them in the agent's metrics: sysctl kernel.bpf_stats_enabled=1"
+    return Row("probe run times", "info", "not counted (costs some 20 ns a run)", remedy)
+
+
+def interpreter_row(interpreter: str) -> Row:
+    """Only bcc's interpreter can compile the programs: another Python than the agent's."""
+    remedy = "apt-get install python3-bpfcc, or set probes.interpreter to a Python that has bcc"
+    try:
+        done = subprocess.run(
+            [interpreter, "-c", "import bcc; print(bcc.__version__)"],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=INTERPRETER_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Row("bcc", "fail", f"{interpreter} does not run: {error}", remedy)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Row("bcc", "fail", f"{interpreter} cannot import bcc: {last}", remedy)
+    return Row("bcc", "ok", f"{done.stdout.strip()} under {interpreter}")
+
+
+def nvml_rows(wanted: bool) -> Iterator[Row]:
+    if not wanted:
+        yield Row("NVML", "info", "switched off (sources.nvml)")
+        return
+    nvml = Nvml()
+    try:
+        if not nvml.available:
+            yield Row("NVML", "info", nvml.reason)
+            return
+        gpus = nvml.read()
+        names = Counter(gpu.name for gpu in gpus)
+        yield Row("NVML", "ok", ", ".join(f"{n} × {name}" for name, n in names.items()) or "no GPU")
+        silent = Counter(
+            name for gpu in gpus for name, value in asdict(gpu).items() if value is None
+        )
+        if silent:
+            what = ", ".join(f"{name} on {n}" for name, n in sorted(silent.items()))
+            yield Row("NVML", "info", f"not given by this driver or GPU: {what}")
+    finally:
+        nvml.close()
+
+
+def collector_row(address: str) -> Row:
+    host, _, port = address.rpartition(":")
+    check = f"collector {address}"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
+            return Row(check, "ok", "accepts connections")
+    except OSError as error:
+        why = error.strerror or str(error)
+        remedy = "start lanterne-collector there, or set collector.addresses"
+        return Row(check, "warn", f"not reachable: {why}", remedy)
+
+
+def _probes(
+    config: AgentConfig, can_load: bool, proc: Path
+) -> tuple[list[Row], tuple[LibraryView, ...]]:
+    """Load the programs, attach to what is mapped now, look, and close everything again."""
+    if not config.probes.enabled:
+        return [Row("self-test", "info", "probes are switched off (probes.enabled)")], ()
+    if not can_load:
+        return [Row("self-test", "info", "not tried, because of the above")], ()
+    started = time.monotonic()
+    settings = config.probes
+    try:
+        with (
+            kernel.load(
+                ring_bytes=settings.ring_bytes,
+                comm_ring_bytes=settings.comm_ring_bytes,
+                interpreter=settings.interpreter,
+                method=settings.method,
+            ) as programs,
+            Attacher(
+                programs, proc=proc, include=settings.include, exclude=settings.exclude
+            ) as attacher,
+        ):
+            took = time.monotonic() - started
+            detail = f"programs compiled, verified and loaded in {took:.1f} s ({programs.method})"
+            rows = [Row("self-test", "ok", detail)]
+            scan = attacher.scan()
+            libraries, processes = dict(attacher.libraries), dict(attacher.processes)
+    except AgentError as error:
+        what, _, remedy = str(error).partition(": ")
+        return [Row("self-test", "fail", what, remedy)], ()
+    rows += [
+        Row("process", "warn", f"not looked into: {text}", "see `what it cannot see` in the README")
+        for text in scan.failed[:MAX_PROBLEM_ROWS]
+    ]
+    views = library_views(libraries, processes)
+    return rows + library_rows(views) + blind_rows(libraries, processes), views
+
+
+def _text(path: Path) -> str | None:
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return None

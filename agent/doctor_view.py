@@ -1,0 +1,183 @@
+"""What `doctor` found, and how it is shown: rows of checks, libraries with their probe sites.
+
+Pure: everything is computed from values. Paths, symbols and messages are made printable here, since
+the job chooses them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lanterne.agent.attach import AttachedLibrary, ProcessInfo
+from lanterne.agent.process import printable
+
+Status = Literal["ok", "info", "warn", "fail"]
+
+TEXT_LIMIT = 400
+
+
+@dataclass(frozen=True)
+class Row:
+    check: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class SiteView:
+    symbol: str
+    offset: int  # in the file
+    cheap: bool | None  # None: the instruction was not recognised
+    first_instruction: str
+
+
+@dataclass(frozen=True)
+class LibraryView:
+    path: str  # as the job sees it
+    kind: str
+    version: str
+    build_id: str
+    state: str
+    error: str
+    pids: tuple[int, ...]
+    sites: tuple[SiteView, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    version: str
+    works: bool  # the basic level: probes load and attach here
+    rows: tuple[Row, ...]
+    libraries: tuple[LibraryView, ...] = ()
+
+
+def library_views(
+    libraries: Mapping[tuple[int, int], AttachedLibrary], processes: Mapping[int, ProcessInfo]
+) -> tuple[LibraryView, ...]:
+    """What was found, free of terminal escapes: paths and symbols are chosen by the job."""
+    users: dict[tuple[int, int], list[int]] = {}
+    for pid, process in processes.items():
+        for key in process.libraries:
+            users.setdefault(key, []).append(pid)
+    return tuple(
+        LibraryView(
+            path=clean(library.path),
+            kind=library.kind,
+            version=nccl_version(library.nccl_version),
+            build_id=clean(library.build_id),
+            state=library.state,
+            error=clean(library.error),
+            pids=tuple(sorted(users.get(key, ()))),
+            sites=tuple(
+                SiteView(clean(s.symbol), s.offset, s.cheap, clean(s.first_instruction))
+                for s in library.sites
+            ),
+        )
+        for key, library in sorted(libraries.items(), key=lambda item: item[1].path)
+    )
+
+
+def nccl_version(number: int | None) -> str:
+    """22809 is "2.28.9", "" is unknown: NCCL counts major * 10000 + minor * 100 + patch."""
+    if not number:
+        return ""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def library_rows(libraries: Sequence[LibraryView]) -> list[Row]:
+    if not libraries:
+        detail = "no process maps a library that can be probed"
+        return [Row("libraries", "info", detail, "start the job; the agent finds it by itself")]
+    rows = []
+    for library in libraries:
+        name = f"{library.path} ({' '.join(filter(None, (library.kind, library.version)))})"
+        if library.state == "failed":
+            rows.append(Row("library", "warn", f"{name}: {library.error}", "replace that file"))
+            continue
+        if library.state == "nothing_to_probe":
+            rows.append(Row("library", "info", f"{name}: nothing to probe. {library.error}"))
+            continue
+        cheap = sum(site.cheap is True for site in library.sites)
+        detail = (
+            f"{name}: {len(library.sites)} probes ({cheap} cheap), {len(library.pids)} processes"
+        )
+        costly = [site.symbol for site in library.sites if site.cheap is False]
+        if costly:
+            remedy = "each call there costs 13 to 20 µs; exclude the library if that is too much"
+            rows.append(Row("library", "warn", f"{detail}; costly: {_some(costly)}", remedy))
+        else:
+            rows.append(Row("library", "ok", detail))
+    return rows
+
+
+def blind_rows(
+    libraries: Mapping[tuple[int, int], AttachedLibrary], processes: Mapping[int, ProcessInfo]
+) -> list[Row]:
+    """What cannot be seen here, so that silence is not taken for health."""
+    rows = []
+    for library in libraries.values():
+        if library.kind == "nccl" and library.state == "attached" and library.comm_offsets is None:
+            detail = f"{library.path}: layout of its communicators unknown"
+            remedy = "start the agent before the job: then their creation is seen"
+            rows.append(Row("cannot see", "warn", detail, remedy))
+    kinds = {
+        pid: {libraries[key].kind for key in process.libraries if key in libraries}
+        for pid, process in processes.items()
+    }
+    alone = [pid for pid, found in kinds.items() if found == {"cuda"}]
+    if alone:
+        detail = f"processes with CUDA and no NCCL that can be probed: {_some(map(str, alone))}"
+        rows.append(
+            Row("cannot see", "info", detail, "normal for single-GPU jobs; else NCCL is static")
+        )
+    no_sync = [pid for pid, found in kinds.items() if "nccl" in found and "cuda" not in found]
+    if no_sync:
+        detail = f"no libcuda in NCCL processes {_some(map(str, no_sync))}: waits will be absent"
+        rows.append(
+            Row("cannot see", "info", detail, "synchronise calls are the evidence of waits")
+        )
+    detail = "collectives replayed from CUDA graphs, and a slow GPU behind a host that runs ahead"
+    rows.append(Row("cannot see", "info", detail, "the agent counts blind graph launches"))
+    return rows
+
+
+def render(report: Report, width: int) -> str:
+    """The table: status, check, detail; the remedy on a line of its own."""
+    width = max(60, width)
+    column = max(len(row.check) for row in report.rows) + 2
+    lines = []
+    for row in report.rows:
+        lines += _wrap(f"{row.status:<6}{row.check:<{column}}", row.detail, width)
+        if row.remedy:
+            lines += _wrap(" " * (6 + column), "-> " + row.remedy, width)
+    for library in report.libraries:
+        pids = _some(map(str, library.pids)) or "none"
+        lines += ["", f"{library.path}  (processes: {pids}; build id {library.build_id or 'none'})"]
+        for site in library.sites:
+            cost = {True: "cheap", False: "costly", None: "?"}[site.cheap]
+            lines.append(
+                f"  {site.offset:#10x}  {cost:<7}{site.symbol}  [{site.first_instruction}]"
+            )
+    verdict = "Lanterne works on this host." if report.works else "Lanterne does not work here yet."
+    return "\n".join([*lines, "", verdict])
+
+
+def _wrap(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head)) or [
+        head.rstrip()
+    ]
+
+
+def _some(names: Iterable[str], most: int = 6) -> str:
+    found = list(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
+
+
+def clean(text: str) -> str:
+    """One printable line."""
+    return printable(" ".join(text.split()), TEXT_LIMIT)

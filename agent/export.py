@@ -1,0 +1,264 @@
+"""The agent's own /metrics: one collector that yields fresh families from the newest state.
+
+Nothing is kept between scrapes: a process, GPU or library that is gone is gone from the page, too.
+Counters of known causes are there from the start, at zero. The names follow Prometheus' rules;
+`promtool check metrics` passes on the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+LOST_REASONS = ("ring", "comm_ring", "scratch", "state", "read")
+SOURCES = ("uprobes", "nvml", "host")
+LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
+LIBRARY_KINDS = ("nccl", "gloo", "cuda")
+DROP_REASONS = ("queue_full", "refused")
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What a page is made from; a new one after each window."""
+
+    node: str = ""
+    version: str = ""
+    events_read: int = 0
+    events_submitted: int = 0
+    events_lost: Mapping[str, int] = field(default_factory=dict)
+    nested_calls: int = 0
+    orphan_returns: int = 0
+    comms: int = 0
+    comms_unresolved: int = 0
+    comms_evicted: int = 0
+    operations_unresolved: int = 0
+    groups_forced: int = 0
+    blind_graph_launches: int = 0
+    probe_runs: int | None = None  # None: the kernel does not count (kernel.bpf_stats_enabled)
+    probe_run_seconds: float | None = None
+    processes: int = 0
+    source_success: Mapping[str, bool] = field(default_factory=dict)
+    libraries: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (kind, state)
+    batches_sent: int = 0
+    batches_resent: int = 0
+    batches_acked: int = 0
+    batches_dropped: Mapping[str, int] = field(default_factory=dict)
+    connects: int = 0
+    connected: bool = False
+    queue_batches: int = 0
+    queue_bytes: int = 0
+    stride: int = 1
+    last_window_seconds: float = 0.0  # CLOCK_REALTIME
+    gpus: Sequence[Any] = ()  # agent.nvml.GpuReading
+    host: Mapping[int, Any] = field(default_factory=dict)  # pid -> agent.host.ProcessReading
+
+
+# name, help, field of AgentState
+_COUNTERS = (
+    ("lanterne_agent_events_read", "Records read from the kernel's ring.", "events_read"),
+    (
+        "lanterne_agent_events_submitted",
+        "Records the probes put into the ring.",
+        "events_submitted",
+    ),
+    ("lanterne_agent_nested_calls", "Calls inside calls, not recorded by design.", "nested_calls"),
+    (
+        "lanterne_agent_orphan_returns",
+        "Returns without an entry, of calls under way when their probe was attached.",
+        "orphan_returns",
+    ),
+    (
+        "lanterne_agent_comms_evicted",
+        "Communicators forgotten because there were more than the configured bound.",
+        "comms_evicted",
+    ),
+    (
+        "lanterne_agent_operations_unresolved",
+        "Operations dropped because their communicator stayed unidentified.",
+        "operations_unresolved",
+    ),
+    (
+        "lanterne_agent_groups_forced",
+        "Open groups of sends and receives that were closed early for lack of room.",
+        "groups_forced",
+    ),
+    (
+        "lanterne_agent_blind_graph_launches",
+        "Graph launches of processes whose collectives were captured: not seen one by one.",
+        "blind_graph_launches",
+    ),
+    ("lanterne_agent_batches_sent", "Batches sent for the first time.", "batches_sent"),
+    ("lanterne_agent_batches_resent", "Batches sent again.", "batches_resent"),
+    ("lanterne_agent_batches_acked", "Batches that the collector has.", "batches_acked"),
+    ("lanterne_agent_collector_connects", "Connections that a collector answered.", "connects"),
+)
+_GAUGES = (
+    ("lanterne_agent_comms", "Communicators followed now.", "comms"),
+    ("lanterne_agent_comms_unresolved", "Of them, not identified yet.", "comms_unresolved"),
+    ("lanterne_agent_processes", "Processes that map a probed library.", "processes"),
+    ("lanterne_agent_collector_connected", "1 while a collector answers.", "connected"),
+    ("lanterne_agent_queue_batches", "Batches not acknowledged.", "queue_batches"),
+    ("lanterne_agent_queue_bytes", "Their bytes.", "queue_bytes"),
+    ("lanterne_agent_stride", "Instances sent: sequence % stride == 0.", "stride"),
+    (
+        "lanterne_agent_last_window_timestamp_seconds",
+        "When the newest window closed.",
+        "last_window_seconds",
+    ),
+)
+_GPU = (
+    ("lanterne_gpu_utilization_ratio", "Share of time with a kernel running.", "utilization_ratio"),
+    ("lanterne_gpu_memory_used_bytes", "GPU memory in use.", "memory_used_bytes"),
+    ("lanterne_gpu_memory_size_bytes", "GPU memory there is.", "memory_total_bytes"),
+    ("lanterne_gpu_temperature_celsius", "GPU temperature.", "temperature_celsius"),
+    ("lanterne_gpu_power_watts", "GPU power draw.", "power_watts"),
+    ("lanterne_gpu_sm_clock_hertz", "Clock of the multiprocessors.", "sm_clock_hertz"),
+    ("lanterne_gpu_sm_clock_max_hertz", "Highest clock allowed.", "sm_clock_max_hertz"),
+)
+_HOST = (
+    ("lanterne_process_resident_bytes", "Memory of the rank's process.", "rss_bytes"),
+    (
+        "lanterne_process_memory_pressure_ratio",
+        "Share of the last 10 s in which tasks of its cgroup waited for memory.",
+        "memory_pressure_ratio",
+    ),
+    (
+        "lanterne_process_cpu_pressure_ratio",
+        "Share of the last 10 s in which tasks of its cgroup waited for a CPU.",
+        "cpu_pressure_ratio",
+    ),
+)
+_HOST_COUNTERS = (
+    ("lanterne_process_cpu_seconds", "CPU time of the rank's process.", "cpu_seconds"),
+    ("lanterne_process_run_queue_seconds", "Time it waited for a CPU.", "run_queue_seconds"),
+)
+
+
+class AgentCollector(Collector):
+    """`state` gives the newest AgentState; it is called once a scrape, from the HTTP thread."""
+
+    def __init__(self, state: Callable[[], AgentState]):
+        self._state = state
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registering must not ask for a state
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state()
+        info = GaugeMetricFamily("lanterne_agent_info", "Constant 1.", labels=["node", "version"])
+        info.add_metric([state.node, state.version], 1)
+        yield info
+        for name, text, key in _COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(state, key))
+        for name, text, key in _GAUGES:
+            yield GaugeMetricFamily(name, text, value=float(getattr(state, key)))
+        yield from _labelled(state)
+        yield from _probe_cost(state)
+        yield from _gpus(state)
+        yield from _host(state)
+
+
+def _labelled(state: AgentState) -> Iterator[Metric]:
+    lost = CounterMetricFamily(
+        "lanterne_agent_events_lost", "Records that never reached the agent.", labels=["reason"]
+    )
+    for reason in dict.fromkeys((*LOST_REASONS, *state.events_lost)):
+        lost.add_metric([reason], state.events_lost.get(reason, 0))
+    yield lost
+    dropped = CounterMetricFamily(
+        "lanterne_agent_batches_dropped", "Batches that no collector has.", labels=["reason"]
+    )
+    for reason in dict.fromkeys((*DROP_REASONS, *state.batches_dropped)):
+        dropped.add_metric([reason], state.batches_dropped.get(reason, 0))
+    yield dropped
+    success = GaugeMetricFamily(
+        "lanterne_agent_source_success", "1 where the last reading succeeded.", labels=["source"]
+    )
+    for source in dict.fromkeys((*SOURCES, *state.source_success)):
+        success.add_metric([source], float(state.source_success.get(source, False)))
+    yield success
+    libraries = GaugeMetricFamily(
+        "lanterne_agent_libraries", "Library files found in processes.", labels=["kind", "state"]
+    )
+    known = [(kind, status) for kind in LIBRARY_KINDS for status in LIBRARY_STATES]
+    for pair in dict.fromkeys((*known, *state.libraries)):
+        libraries.add_metric(list(pair), state.libraries.get(pair, 0))
+    yield libraries
+
+
+def _probe_cost(state: AgentState) -> Iterator[Metric]:
+    """Absent where the kernel does not count runs: nothing is known then, zero would be a lie."""
+    if state.probe_runs is not None:
+        yield CounterMetricFamily(
+            "lanterne_agent_probe_runs", "Runs of the probes' programs.", value=state.probe_runs
+        )
+    if state.probe_run_seconds is not None:
+        yield CounterMetricFamily(
+            "lanterne_agent_probe_run_seconds",
+            "Time spent in the probes' programs, the trap not included.",
+            value=state.probe_run_seconds,
+        )
+
+
+def _gpus(state: AgentState) -> Iterator[Metric]:
+    labels = ["node", "gpu"]
+    for name, text, key in _GPU:
+        family = GaugeMetricFamily(name, text, labels=labels)
+        for gpu in state.gpus:
+            value = getattr(gpu, key)
+            if value is not None:
+                family.add_metric([state.node, str(gpu.index)], value)
+        yield family
+    energy = CounterMetricFamily(
+        "lanterne_gpu_energy_joules", "Energy since the driver was loaded.", labels=labels
+    )
+    reasons = GaugeMetricFamily(
+        "lanterne_gpu_throttle_info",
+        "Constant 1 while a reason lowers the clocks.",
+        labels=[*labels, "reason"],
+    )
+    for gpu in state.gpus:
+        if gpu.energy_joules is not None:
+            energy.add_metric([state.node, str(gpu.index)], gpu.energy_joules)
+        for reason in gpu.throttle_reasons:
+            reasons.add_metric([state.node, str(gpu.index), reason], 1)
+    yield energy
+    yield reasons
+
+
+def _host(state: AgentState) -> Iterator[Metric]:
+    labels = ["node", "pid"]
+    for table, kind in ((_HOST, GaugeMetricFamily), (_HOST_COUNTERS, CounterMetricFamily)):
+        for name, text, key in table:
+            family = kind(name, text, labels=labels)
+            for pid, reading in state.host.items():
+                value = getattr(reading, key)
+                if value is not None:
+                    family.add_metric([state.node, str(pid)], value)
+            yield family
+
+
+class Exporter:
+    """Serves the page in its own thread until closed."""
+
+    def __init__(self, listen: str, state: Callable[[], AgentState]):
+        """`listen` is HOST:PORT, host may be empty. Raises OSError where it is taken."""
+        host, _, port = listen.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(AgentCollector(state))
+        self._server, self._thread = start_http_server(
+            int(port),
+            addr=host.strip("[]") or "0.0.0.0",
+            registry=registry,
+        )
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(2.0)

@@ -1,0 +1,203 @@
+"""From what was seen of a communicator's creation to its cluster-wide identity.
+
+Order of sources: the arguments of the call that made it; for children the parent's hash; the
+structure in memory; for Gloo the store prefix with the rendezvous address, else the job's
+environment. Functions here fill in a Communicator; `resolved` says whether it is enough.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from lanterne.agent import commhash, structure
+from lanterne.agent.process import MAX_TEXT, Processes, printable
+from lanterne.agent.structure import MAX_RANKS, Offsets
+from lanterne.probes.layout import CommFlag, CommKind
+
+NCCL, GLOO = 1, 2  # telemetry.proto Library
+INIT_ARGUMENTS, DERIVED, STRUCTURE, STORE, ENVIRONMENT, PROCESS = 1, 2, 3, 4, 5, 6  # Identity
+
+
+class LibraryFacts(Protocol):
+    """What identification needs of agent.attach.AttachedLibrary."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def nccl_version(self) -> int | None: ...
+    @property
+    def comm_offsets(self) -> Offsets | None: ...
+
+
+@dataclass(slots=True)
+class Communicator:
+    """One rank of one communicator on this host."""
+
+    slot: int
+    tgid: int
+    pointer: int
+    start_ticks: int
+    library: int = NCCL
+    comm_hash: int = 0
+    n_ranks: int = 0
+    rank: int = -1
+    name: str = ""
+    identity: int = 0
+    complete: bool = False
+    parent_hash: int = 0
+    workload: str = ""
+    bus_id: str = ""
+    role: str = ""
+    parent: Communicator | None = None  # while the child's hash waits for it
+    color: int = -1
+    child_number: int = 0  # which child of the parent, from 1; 0 of a shrink; -1 unknown
+    children: int = 0  # split and grow calls on it so far
+    magic: int = 0  # bootstrap magic, 0 unknown: a grow needs it
+    attempts: int = 0
+    next_try_ns: int = 0
+    reason: str = "not seen being created"
+    ended_round: int = -1
+
+    @property
+    def resolved(self) -> bool:
+        return self.comm_hash != 0 and 0 <= self.rank < self.n_ranks
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    start_ticks: int
+    session: int
+    environ: Mapping[str, str]
+    contexts: dict[int, int] = field(default_factory=dict)  # Gloo contexts made, by size
+
+
+def from_event(comm: Communicator, event: np.void, version: int | None) -> None:
+    """A creating event's own arguments: id, rank, size, name."""
+    flags, kind = int(event["flags"]), int(event["kind"])
+    if flags & CommFlag.NAME:
+        comm.name = printable(bytes(event["name"]).decode("utf-8", "replace"), 64)
+    if flags & CommFlag.RANK:
+        n_ranks, rank = int(event["n_ranks"]), int(event["rank"])
+        if 1 <= n_ranks <= MAX_RANKS and 0 <= rank < n_ranks:
+            comm.n_ranks, comm.rank = n_ranks, rank
+    if flags & CommFlag.ID and comm.library == NCCL:
+        unique_id = event["id"].tobytes()
+        if kind == CommKind.INIT:
+            comm.comm_hash = commhash.unique_id_hash(unique_id, version)
+            comm.magic = int.from_bytes(unique_id[:8], "little")
+            comm.identity = INIT_ARGUMENTS
+        elif kind != CommKind.GROW and not any(unique_id[8:]):
+            comm.comm_hash = int.from_bytes(unique_id[:8], "little")
+            comm.identity = STRUCTURE
+
+
+def derive(comm: Communicator, version: int | None) -> None:
+    """A child's hash, as soon as the parent's is known. Its rank is learned elsewhere."""
+    parent = comm.parent
+    if parent is None or comm.comm_hash:
+        return
+    if not parent.resolved:
+        comm.reason = "parent not identified"
+        return
+    comm.parent_hash = parent.comm_hash
+    counted = version is None or version >= commhash.COUNT_SINCE
+    if comm.child_number < 0 and counted:
+        comm.reason = "children of the parent were made before the agent came"
+        return
+    comm.comm_hash = comm.magic = commhash.split_hash(
+        parent.comm_hash, max(comm.child_number, 0), comm.color, version
+    )
+    comm.identity = DERIVED
+
+
+def grown(comm: Communicator, event: np.void, parent: Communicator | None) -> None:
+    """A grown communicator: existing ranks know the parent, new ones the id they were handed."""
+    n_ranks, rank = int(event["n_ranks"]), int(event["rank"])
+    base = 0
+    if parent is not None:
+        comm.parent_hash = parent.comm_hash
+        if parent.magic and parent.complete:
+            base = commhash.combine(parent.magic, parent.children)
+        if rank < 0:
+            rank = parent.rank
+    elif int(event["flags"]) & CommFlag.ID:
+        base = int.from_bytes(event["id"].tobytes()[:8], "little")
+    if 1 <= n_ranks <= MAX_RANKS:
+        comm.n_ranks = n_ranks
+        comm.rank = rank if rank < n_ranks else -1
+        if base:
+            comm.magic = base
+            comm.comm_hash = commhash.combine(base, n_ranks)
+            comm.identity = DERIVED
+
+
+def from_structure(
+    comm: Communicator, processes: Processes, libraries: Sequence[LibraryFacts]
+) -> bool:
+    """Read the structure; what it says wins over what was derived, not over init arguments.
+
+    -> whether it could be read. During an asynchronous init rank and size come before the hash.
+    """
+    offsets = [lib.comm_offsets for lib in libraries if lib.kind == "nccl" and lib.comm_offsets]
+    if not offsets:
+        comm.reason = "no structure offsets for this libnccl"
+        return False
+    for candidate in offsets:
+        found = structure.read(processes, comm.tgid, comm.pointer, candidate)
+        if found is None:
+            continue
+        if comm.identity in (INIT_ARGUMENTS, PROCESS):
+            # A structure that contradicts the arguments is not this communicator (any more).
+            if (found.rank, found.n_ranks) == (comm.rank, comm.n_ranks):
+                comm.bus_id = found.bus_id
+            return True
+        if comm.identity != DERIVED or found.comm_hash != comm.comm_hash:
+            comm.identity = STRUCTURE
+        comm.comm_hash, comm.rank, comm.n_ranks = found.comm_hash, found.rank, found.n_ranks
+        comm.bus_id = found.bus_id
+        return True
+    comm.reason = "structure not readable or not yet valid"
+    return False
+
+
+def gloo(comm: Communicator, facts: ProcessFacts, *, connected: bool) -> None:
+    """Hash of a Gloo context. Needs its size and rank; the name is the prefix in the store.
+
+    With MASTER_ADDR and MASTER_PORT in the environment at exec, they and the prefix name it on
+    every host. Without, the workload does, or on one host the login session; and without a prefix
+    the order in which the process made its contexts of this size.
+    """
+    if comm.resolved or not 0 <= comm.rank < comm.n_ranks:
+        if not comm.resolved:
+            comm.reason = "size and rank not seen yet"
+        return
+    env = facts.environ
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    size = str(comm.n_ranks)
+    if comm.name and address:
+        comm.comm_hash = commhash.stable_hash("gloo", comm.name, address, port, size)
+        comm.identity = STORE
+        return
+    number = facts.contexts[comm.n_ranks] = facts.contexts.get(comm.n_ranks, 0) + 1
+    where = f"{address}:{port}" if address else comm.workload or f"session {facts.session}"
+    label = comm.name or f"context {number}"
+    comm.comm_hash = commhash.stable_hash("gloo", label, where, "", size)
+    comm.identity = ENVIRONMENT
+    comm.complete = comm.complete or connected
+
+
+def workload_of(environ: Mapping[str, str], variables: Sequence[str]) -> str:
+    for variable in variables:
+        value = environ.get(variable, "").strip()
+        if value:
+            return printable(value, MAX_TEXT)
+    return ""
+
+
+def role_of(name: str, roles: Mapping[str, str]) -> str:
+    return next((role for glob, role in roles.items() if fnmatch.fnmatchcase(name, glob)), "")

@@ -1,0 +1,167 @@
+"""`lanterne-agent`: the command line. Everything behind it is in `daemon` and `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# OpenBLAS would start a thread per core and keep memory for each; nothing here multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from lanterne.agent import config as configuration
+from lanterne.agent import log as logs
+from lanterne.agent.errors import AgentError, ConfigError
+
+log = logging.getLogger("lanterne.agent")
+
+DESCRIPTION = """\
+Watches the collectives (NCCL, Gloo) of every job on this host through eBPF uprobes, without any
+change to the job, and reports to lanterne-collector, which names the rank that the others wait for.
+
+  lanterne-agent doctor        first: can it work on this host, and if not, what to do about it
+  sudo lanterne-agent          then: watch, and report to the collector on this host
+  sudo lanterne-agent --collector head-node:4319
+
+It needs root or CAP_BPF, CAP_PERFMON, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, and Linux 5.15 or
+newer. It gives up every other privilege once the probes are loaded."""
+
+EPILOG = """\
+Every setting is a key of the configuration file, an environment variable
+(LANTERNE_AGENT_<SECTION>_<KEY>) or --set SECTION.KEY=VALUE; flags win over the environment, the
+environment over the file. The sample file lanterne-agent.toml explains each key."""
+
+# flag, key, metavar, help
+FLAGS = (
+    ("--node", "node.name", "NAME", "name of this host in metrics (default: its host name)"),
+    (
+        "--metrics",
+        "metrics.listen",
+        "HOST:PORT",
+        "serve the agent's own metrics there ('' for not)",
+    ),
+    ("--window", "window.seconds", "SECONDS", "length of a window"),
+    ("--method", "probes.method", "auto|multi|perf", "how to attach"),
+    ("--interpreter", "probes.interpreter", "PATH", "the Python that has bcc"),
+    ("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="lanterne-agent",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="store_true", help="print the version and exit")
+    _add_settings(top, top_level=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+    run = commands.add_parser("run", help="watch and report until stopped (the default)")
+    doctor = commands.add_parser("doctor", help="say what would work here, and the remedy if not")
+    doctor.add_argument("--json", action="store_true", help="for programs instead of people")
+    for command in (run, doctor):
+        _add_settings(command, top_level=False)
+    return top
+
+
+def _add_settings(to: argparse.ArgumentParser, *, top_level: bool) -> None:
+    """The same flags before and after the command; a default there would hide one given here."""
+    absent = None if top_level else argparse.SUPPRESS
+    to.add_argument("--config", metavar="FILE", type=Path, default=absent, help="TOML file")
+    to.add_argument(
+        "--check-config",
+        action="store_true",
+        default=False if top_level else argparse.SUPPRESS,
+        help="check the configuration and exit",
+    )
+    to.add_argument(
+        "--collector",
+        metavar="HOST:PORT",
+        action="append",
+        default=absent,
+        help="where to report; several are tried in turn",
+    )
+    for flag, key, metavar, text in FLAGS:
+        to.add_argument(
+            flag, dest=key, metavar=metavar, default=absent, help=text.replace("%", "%%")
+        )
+    to.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=absent,
+        help="any other setting",
+    )
+
+
+def load_config(arguments: argparse.Namespace) -> configuration.AgentConfig:
+    flags: dict[str, object] = {key: getattr(arguments, key, None) for _, key, _, _ in FLAGS}
+    if arguments.collector:
+        flags["collector.addresses"] = ",".join(arguments.collector)
+    for setting in arguments.set or ():
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting!r}: write SECTION.KEY=VALUE")
+        flags[key] = value
+    return configuration.load(arguments.config, os.environ, flags)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """-> exit status: 0, 1 where something cannot work, 2 for a wrong command line or setting."""
+    arguments = parser().parse_args(argv)
+    if arguments.version:
+        from lanterne.agent.daemon import version
+
+        print(f"lanterne-agent {version()}")
+        return 0
+    try:
+        config = load_config(arguments)
+    except ConfigError as error:
+        print(f"lanterne-agent: {error}", file=sys.stderr)
+        return 2
+    if arguments.check_config:
+        print("configuration is valid")
+        return 0
+    logs.configure(config.log.level)
+    if arguments.command == "doctor":
+        from lanterne.agent import doctor
+
+        return doctor.run(config, as_json=arguments.json)
+    return _run(config, arguments)
+
+
+def _run(config: configuration.AgentConfig, arguments: argparse.Namespace) -> int:
+    from lanterne.agent.daemon import Agent
+
+    try:
+        agent = Agent(config)
+    except AgentError as error:
+        print(f"lanterne-agent: {error}", file=sys.stderr)
+        return 1
+
+    def reload(*_: object) -> None:
+        try:
+            logging.getLogger().setLevel(load_config(arguments).log.level.upper())
+            log.info("log level reloaded; other settings need a restart")
+        except ConfigError as error:
+            log.error("configuration not reloaded", extra={"reason": str(error)})
+
+    signal.signal(signal.SIGTERM, lambda *_: agent.stop())
+    signal.signal(signal.SIGINT, lambda *_: agent.stop())
+    signal.signal(signal.SIGHUP, reload)
+    agent.run()
+    return 0
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

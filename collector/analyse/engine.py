@@ -1,0 +1,323 @@
+"""The collector's state machine: batches in, snapshots out. No IO, no clock, no threads.
+
+`apply` only queues; the work is done on many batches at once when enough have come, or when a
+snapshot is taken. Rows of the alignment tables are scored as they become complete, or at their
+deadline, counted from when the collector received their first event: agents' clocks cannot stall
+or hurry it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lanterne.collector.align import Tables
+from lanterne.collector.analyse import gather, scoring, totals, verdicts, view
+from lanterne.collector.analyse import window as w
+from lanterne.collector.analyse.account import Accounts
+from lanterne.collector.analyse.registry import Registry, Resolved, Slot
+from lanterne.collector.batch import DecodedBatch
+from lanterne.collector.clock import SAME_CLOCK, ClockObservation, Estimate, NodeClock
+from lanterne.collector.snapshot import Snapshot
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+NS = 10**9
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Bounds and spans. Memory is touched only where used; the bounds are the most it can be."""
+
+    window_seconds: float = 5.0  # verdicts are per window; shares slide over the last two
+    deadline_seconds: float = 10.0  # an instance is decided at the latest this long after its start
+    idle_seconds: float = 300.0  # a silent communicator is forgotten
+    ended_seconds: float = 15.0  # one whose processes have ended
+    cells: int = 1 << 24  # rank-events held for alignment, 36 bytes each
+    rows: int = 1 << 22
+    communicators: int = 1 << 15
+    members: int = 1 << 19  # (communicator, rank) pairs
+    processes: int = 1 << 18
+    nodes: int = 8_192
+    own_cells: int = 1 << 24  # own times kept for one window's medians, 12 bytes each
+    flush_rows: int = 1 << 17
+    flush_batches: int = 512
+    max_stride: int = 1024
+
+
+class Engine:
+    """apply(batch or clock observation); snapshot(now)."""
+
+    def __init__(self, config: EngineConfig | None = None, *, boot_id: str = "") -> None:
+        """`boot_id`: the collector's own; nodes that report the same share its clock exactly."""
+        c = self.config = config or EngineConfig()
+        self.boot_id = boot_id
+        self.registry = Registry(
+            slots=c.communicators, members=c.members, processes=c.processes, nodes=c.nodes
+        )
+        self.tables = Tables(cells=c.cells, rows=c.rows, tables=2 * c.communicators)
+        self.window = w.Window(c.communicators, c.members, c.own_cells)
+        self.verdicts = verdicts.Verdicts(c.members)
+        self.summaries = totals.Grouped(totals.SUMMARY_WIDTH, 1 << 18)
+        self.waits = totals.Grouped(totals.WAIT_WIDTH, 1 << 18)
+        self.traffic = totals.TrafficTotals(c.members)
+        self.accounts = Accounts(self.tables, self.window, self.waits, self.registry)
+        self.carry = gather.Carry(c.processes)
+        self.clocks: dict[str, NodeClock] = {}
+        self.counts: Counter[str] = Counter()
+        self._pending: list[DecodedBatch] = []
+        self._pending_rows = 0
+        self._now_ns = 0
+        self._window_end = 0
+        self._stride = 1
+
+    @property
+    def stride(self) -> int:
+        """Instances wanted of the agents: sequence % stride == 0. A power of two."""
+        return self._stride
+
+    def apply(self, item: DecodedBatch | ClockObservation) -> None:
+        """Take one item; batches must not be applied twice (see `seen`)."""
+        if isinstance(item, ClockObservation):
+            if item.node in self.clocks or len(self.clocks) < self.config.nodes:
+                self.clocks.setdefault(item.node, NodeClock()).add(item)
+            return
+        self._pending.append(item)
+        self._pending_rows += len(item.instances.seq)
+        if (
+            self._pending_rows >= self.config.flush_rows
+            or len(self._pending) >= self.config.flush_batches
+        ):
+            self.flush()
+
+    def flush(self) -> None:
+        """Work off what `apply` has queued."""
+        batches, self._pending, self._pending_rows = self._pending, [], 0
+        group: list[tuple[DecodedBatch, Resolved]] = []
+        for batch in batches:
+            self._now_ns = max(self._now_ns, batch.received_ns)
+            resolved = self.registry.resolve(batch)
+            if self.registry.gone or self.registry.restarted:
+                # Sequence numbers start anew from this batch on: finish with the old ones first.
+                self._work(group)
+                group = []
+                self._renew()
+            self._welcome()
+            if resolved is not None:
+                group.append((batch, resolved))
+                self.counts["rows"] += len(batch.instances.seq)
+        self._work(group)
+        if self._window_end == 0:
+            self._window_end = self._now_ns + int(self.config.window_seconds * NS)
+
+    def snapshot(
+        self,
+        now: float,
+        *,
+        now_ns: int = 0,
+        ingest: Mapping[str, int] | None = None,
+        refused: Mapping[str, int] | None = None,
+        connected: Collection[str] | None = None,
+    ) -> Snapshot:
+        """What is known. `now`: UNIX seconds. `now_ns`: CLOCK_MONOTONIC, the clock of received_ns;
+        without it time only moves with what is received. The rest is passed through from ingest.
+        """
+        self.flush()
+        self._now_ns = max(self._now_ns, now_ns)
+        deadline = int(self.config.deadline_seconds * NS)
+        self._score(self.tables.expire(self._now_ns - deadline))
+        if self._window_end and self._now_ns >= self._window_end:
+            self._close_window()
+        c = self.config
+        for number in self.registry.prune(
+            self._now_ns, int(c.idle_seconds * NS), int(c.ended_seconds * NS)
+        ):
+            self.registry.remove(number)
+        self._renew()
+        return view.build(self, now, ingest or {}, refused or {}, connected)
+
+    def engine_counts(self) -> dict[str, int]:
+        """Totals of what was worked off and what was dropped, by cause."""
+        t = self.tables.counts
+        found = dict(self.counts)
+        found.update(
+            rows_late=t.late,
+            rows_duplicate=t.duplicate,
+            rows_overrun=t.overrun,
+            rows_no_room=t.no_room,
+            own_samples_skipped=self.window.own_skipped,
+            series_dropped=self.summaries.dropped + self.waits.dropped,
+            cells_used=self.tables.cells.used,
+        )
+        found.update({f"dropped_{k}": v for k, v in self.registry.dropped.items()})
+        return found
+
+    def _welcome(self) -> None:
+        r = self.registry
+        for number in r.fresh:
+            slot = r.slots[number]
+            if slot is not None:
+                self.window.forget(number, slot.base, slot.ranks)
+                self.verdicts.forget(slot.base, slot.ranks)
+                self.traffic.forget(number, slot.base, slot.ranks)
+        if r.fresh_processes:
+            self.carry.forget(r.fresh_processes)
+        r.fresh, r.fresh_processes = [], []
+
+    def _renew(self) -> None:
+        for number in set(self.registry.restarted):
+            self.tables.clear(2 * number)
+            self.tables.clear(2 * number + 1)
+        self.registry.restarted = []
+        for number, _ in self.registry.release():
+            self.tables.close(2 * number)
+            self.tables.close(2 * number + 1)
+            self.summaries.forget(number)
+            self.waits.forget(number)
+
+    def _work(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
+        if not group:
+            return
+        self._add_summaries(group)
+        self._add_traffic(group)
+        flow = gather.collect(group)
+        if flow is None:
+            return
+        self._make_room(flow)
+        closed = self.tables.ranks[flow.table] == 0
+        if closed.any():
+            self.tables.counts.no_room += int(closed.sum())
+            flow = gather.take(flow, ~closed)
+        cell, row = self.tables.cell_index(flow.table, flow.rank, flow.seq)
+        self._score(self.tables.displaced(row, flow.seq))
+        events = self.carry.link(flow, cell)
+        self._score(self.tables.scatter(events, cell, row, self._now_ns))
+
+    def _make_room(self, flow: gather.Flow) -> None:
+        tables = self.tables
+        for table in np.unique(flow.table[tables.ranks[flow.table] == 0]).tolist():
+            slot = self.registry.slots[table // 2]
+            if slot is not None:
+                tables.open(table, slot.ranks)
+        for table, spread in tables.crowded(flow.table, flow.seq):
+            if tables.ranks[table] == 0 or spread > self.config.rows:
+                continue
+            if not tables.grow(table, max(2 * spread, 2 * int(tables.width[table]))):
+                self.counts["tables_not_grown"] += 1
+                self._stride = min(self._stride * 2, self.config.max_stride)
+
+    def _score(self, rows: I64) -> None:
+        """Score rows of any tables, in blocks of communicators of one size."""
+        if not len(rows):
+            return
+        table = self.tables.table_of[rows]
+        ranks = self.tables.ranks[table]
+        order = np.lexsort((self.tables.tag[rows], table, ranks))
+        rows, table, ranks = rows[order], table[order], ranks[order]
+        slot = (table // 2).astype(np.int64)
+        base_of = np.array([s.base if s else -1 for s in self.registry.slots], dtype=np.int64)
+        base = base_of[slot]
+        clocks = scoring.Clocks(self.registry.node, self._solve_clocks)
+        judged = []
+        for size in np.unique(ranks).tolist():
+            these = np.flatnonzero((ranks == size) & (base >= 0))
+            step = max(1, scoring.CHUNK_CELLS // size)
+            for at in range(0, len(these), step):
+                part = these[at : at + step]
+                judged.append(
+                    scoring.judge(self.tables, rows[part], slot[part], base[part], size, clocks)
+                )
+        for j in judged:
+            self.accounts.add(j, base_of)
+        self.tables.done(rows)
+
+    def _solve_clocks(self) -> tuple[F64, F64]:
+        nodes = self.registry.nodes
+        offset, error = np.zeros(len(nodes) + 1), np.full(len(nodes) + 1, np.inf)
+        for number, node in enumerate(nodes):
+            estimate = self.clock_of(node.batch)
+            if estimate is not None:
+                offset[number], error[number] = estimate.offset_ns, estimate.error_ns
+        return offset, error
+
+    def clock_of(self, batch: DecodedBatch) -> Estimate | None:
+        """The clock of a batch's node at the batch's end; None while not known."""
+        if self.boot_id and batch.boot_id == self.boot_id:
+            return SAME_CLOCK
+        clock = self.clocks.get(batch.node)
+        return None if clock is None else clock.estimate(batch.end_ns)
+
+    def _add_summaries(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
+        some = [(b.summaries, r) for b, r in group if len(b.summaries.op)]
+        if not some:
+            return
+        slot = np.concatenate([r.slot[s.communicator] for s, r in some]).astype(np.int64)
+        good = slot >= 0
+
+        def join(name: str) -> I64:
+            return np.concatenate([getattr(s, name) for s, _ in some])[good].astype(np.int64)
+
+        keys = totals.key(slot[good], join("op"), join("role"), join("evidence"))
+        figures = [join(name) for name in ("count", "errors", "bytes", "duration_sum_ns")]
+        self.summaries.add(keys, np.column_stack([*figures, join("histogram")]))
+
+    def _add_traffic(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
+        some = [(b, r) for b, r in group if len(b.traffic.peer)]
+        rows = [self._traffic_rows(b, r) for b, r in some]
+        if not rows and not self.traffic.holds:
+            return
+        ranks = {i: s.ranks for i, s in enumerate(self.registry.slots) if s is not None}
+        r = self.registry
+        self.traffic.add(rows, ranks, r.node, r.gpu, self._now_ns)
+
+    def _traffic_rows(self, b: DecodedBatch, r: Resolved) -> totals.TrafficRows:
+        index = b.traffic.communicator
+        slot = r.slot[index].astype(np.int64)
+        good = slot >= 0
+        rank = r.rank[index][good]
+        return totals.TrafficRows(
+            slot=slot[good],
+            base=r.member[index][good] - rank,
+            rank=rank,
+            peer=b.traffic.peer[good],
+            sent=b.traffic.sent_bytes[good],
+            since_ns=np.full(len(rank), b.received_ns),
+        )
+
+    def _close_window(self) -> None:
+        blocks = self.window.close()
+        self.traffic.close()
+        self._window_end = self._now_ns + int(self.config.window_seconds * NS)
+        stats = verdicts.kind_stats(blocks)
+        spans = self.window.closed.span_ns
+        by_size: dict[int, list[int]] = {}
+        for number, slot in enumerate(self.registry.slots):
+            if slot is None:
+                continue
+            if number in stats and self.window.closed.evidence[number].any():
+                by_size.setdefault(slot.ranks, []).append(number)
+            else:
+                self.verdicts.silence(slot.base, slot.ranks)
+        for ranks, numbers in by_size.items():
+            step = max(1, verdicts.CHUNK // (ranks * min(ranks, 64)))
+            for at in range(0, len(numbers), step):
+                part = numbers[at : at + step]
+                slots = [self._slot(n) for n in part]
+                self.verdicts.update(
+                    stats,
+                    part,
+                    np.array([s.base for s in slots]),
+                    ranks,
+                    spans[part],
+                    [{k: v for v, k in s.kinds.items()} for s in slots],
+                )
+
+    def _slot(self, number: int) -> Slot:
+        slot = self.registry.slots[number]
+        if slot is None:
+            raise LookupError(f"communicator {number} has been removed")
+        return slot

@@ -1,0 +1,69 @@
+"""Why waits are absent, in words for people. Text, not label values: it may change."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from lanterne.collector.analyse import window as w
+from lanterne.collector.analyse.waits import MIN_COVERAGE
+
+EVIDENCE_SHARE = 0.3  # of the symmetric operations; below, what is seen is not the job's waiting
+
+_TEXT = {
+    w.ORDER_ONLY: "collectives are enqueued ahead of the GPU (host runs ahead); "
+    "needs device evidence",
+    w.MIXED: "evidence differs between the ranks of the same operation",
+    w.MISALIGNED: "the ranks' operations do not match at the same sequence number",
+    w.FIRST: "only first operations seen, which connect",
+    w.ROOTED: "no symmetric collective: broadcast, reduce and send/recv have no barrier",
+    w.CAPTURED: "collectives run inside captured CUDA graphs; needs device evidence",
+    w.ALONE: "one rank: nobody to wait for",
+}
+
+
+def shown(outcome: npt.NDArray[np.int64]) -> bool:
+    """Whether enough of a span's rows were scored to show waits; `outcome` [len(OUTCOMES)].
+
+    In a job that runs ahead one operation a step may still follow a synchronise: its wait is true
+    and says nothing about the others.
+    """
+    blind = int(outcome[[w.ORDER_ONLY, w.MIXED, w.MISALIGNED, w.CAPTURED, w.MISSING]].sum())
+    scored = int(outcome[w.SCORED])
+    # A row that the clocks cannot decide is a small wait, not a blind one.
+    known = scored + int(outcome[w.CLOCK])
+    return scored > 0 and known >= EVIDENCE_SHARE * (known + blind)
+
+
+def absent(
+    outcome: npt.NDArray[np.int64],
+    *,
+    ranks: int,
+    seen: int,
+    late_attached: bool,
+    clock_error_s: float,
+) -> str:
+    """Text for a span whose waits are not shown; "" when they are."""
+    if shown(outcome):
+        return ""
+    if ranks == 1:
+        return _TEXT[w.ALONE]
+    if seen < MIN_COVERAGE * ranks:
+        return f"ranks missing: {seen} of {ranks} seen"
+    if not outcome.any():
+        return "no operation in the last windows"
+    rows = outcome.copy()
+    rows[w.SCORED] = 0
+    most = int(rows.argmax())
+    if most == w.MISSING:
+        return "operations missing: not every rank's events came before the deadline"
+    if most == w.CLOCK:
+        if np.isfinite(clock_error_s):
+            return (
+                f"clock error {clock_error_s * 1e3:.3g} ms between nodes exceeds the differences "
+                "of arrival"
+            )
+        return "clocks of the nodes not known yet"
+    if most == w.MISALIGNED and late_attached:
+        return f"{_TEXT[most]}: the agent met the communicator running"
+    return _TEXT[most]

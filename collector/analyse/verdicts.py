@@ -1,0 +1,224 @@
+"""A closed window's own times -> straggler ratio, verdict and class of every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from lanterne.collector.analyse import own, straggler
+from lanterne.collector.analyse.registry import KINDS
+from lanterne.collector.analyse.window import OwnBlock
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+MIN_KIND_INSTANCES = 3
+CHUNK = 1 << 21
+
+
+class KindStats:
+    """Of one communicator in one window, per kind of operation seen often enough."""
+
+    def __init__(self) -> None:
+        self.kind: list[int] = []
+        self.instances: list[int] = []
+        self.median: list[F64] = []
+        self.mean: list[F64] = []
+        self.count: list[I64] = []
+        self.blocked: list[F64] = []
+        self.size: list[F64] = []
+
+
+class Verdicts:
+    """[member] figures of the last closed window, and what outlives it."""
+
+    def __init__(self, members: int) -> None:
+        self.own = np.full(members, np.nan)
+        self.ratio = np.full(members, np.nan)
+        self.named = np.zeros(members, bool)
+        self.klass = np.zeros(members, np.int64)
+        self.confidence = np.zeros(members)
+        self._streak = np.zeros(members, np.int64)
+        self._history = np.full((members, straggler.HISTORY), np.nan)
+
+    def forget(self, base: int, ranks: int) -> None:
+        members = slice(base, base + ranks)
+        self.own[members] = self.ratio[members] = np.nan
+        self.named[members] = False
+        self.klass[members] = self._streak[members] = 0
+        self.confidence[members] = 0
+        self._history[members] = np.nan
+
+    def silence(self, base: int, ranks: int) -> None:
+        """A window without evidence: nobody is named, the history stays."""
+        members = slice(base, base + ranks)
+        self.own[members] = self.ratio[members] = np.nan
+        self.named[members] = False
+        self.klass[members] = self._streak[members] = 0
+        self.confidence[members] = 0
+
+    def update(
+        self,
+        stats: dict[int, KindStats],
+        slots: list[int],
+        base: I64,
+        ranks: int,
+        span_ns: F64,
+        kinds: list[dict[int, tuple[int, int, int]]],
+    ) -> None:
+        """Judge the ranks of communicators of one size.
+
+        slots, base, span_ns, kinds: one entry per communicator; `kinds` names the kind numbers.
+        """
+        median, mean, samples, instances = _combine(stats, slots, ranks)
+        members = base[:, None] + np.arange(ranks)
+        few = samples < straggler.MIN_SAMPLES
+        median[few] = np.nan
+        mean[samples < straggler.MIN_SAMPLES_MEAN] = np.nan
+        history = self._history[members]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio, score, center = straggler.compare(median, history)
+            ratio2, score2, center2 = straggler.compare(mean, history)
+            per_span = (instances / np.maximum(span_ns, 1.0))[:, None]
+            cost, cost2 = (median - center) * per_span, (mean - center2) * per_span
+        by_median = straggler.candidates(ratio, score, samples, cost, straggler.MIN_SAMPLES)
+        alone = (~np.isnan(median)).sum(axis=1, keepdims=True) < 3
+        by_mean = ~alone & straggler.candidates(
+            ratio2, score2, samples, cost2, straggler.MIN_SAMPLES_MEAN
+        )
+        use_mean = by_mean & ~by_median
+        shown = np.where(use_mean, ratio2, ratio)
+        candidate = by_median | by_mean
+        with np.errstate(invalid="ignore"):
+            calm = ~(
+                (np.fmax(ratio, ratio2) >= straggler.RATIO_CLEAR)
+                & (np.fmax(cost, cost2) >= straggler.MIN_COST / 2)
+            )
+        named, streak = straggler.settle(
+            self.named[members], self._streak[members], candidate, calm
+        )
+        self.named[members], self._streak[members] = named, streak
+        self.own[members], self.ratio[members] = median, shown
+        best = np.nan_to_num(np.fmax(score, score2), nan=0.0)
+        trust = np.clip(best / (2 * straggler.SCORE), 0, 1) * np.clip(samples / 30, 0, 1)
+        self.confidence[members] = np.where(named, trust, 0.0)
+        self._remember(members, median, candidate | named)
+        self._classify(stats, slots, members, named, candidate, use_mean, kinds)
+
+    def _remember(self, members: I64, median: F64, slow: npt.NDArray[np.bool_]) -> None:
+        keep = ~slow & ~np.isnan(median)
+        chosen = members[keep]
+        self._history[chosen, 1:] = self._history[chosen, :-1].copy()
+        self._history[chosen, 0] = median[keep]
+
+    def _classify(
+        self,
+        stats: dict[int, KindStats],
+        slots: list[int],
+        members: I64,
+        named: npt.NDArray[np.bool_],
+        candidate: npt.NDArray[np.bool_],
+        use_mean: npt.NDArray[np.bool_],
+        kinds: list[dict[int, tuple[int, int, int]]],
+    ) -> None:
+        self.klass[members[~named]] = 0
+        for i, rank in zip(*np.nonzero(named), strict=True):
+            member = members[i, rank]
+            if not candidate[i, rank] and self.klass[member] != 0:
+                continue  # in hysteresis: this window does not show why
+            s = stats[slots[i]]
+            found = [
+                straggler.Kind(*kinds[i][kind], count, value, blocked, size)
+                for kind, count, value, blocked, size in zip(
+                    s.kind,
+                    s.instances,
+                    s.mean if use_mean[i, rank] else s.median,
+                    s.blocked,
+                    s.size,
+                    strict=True,
+                )
+            ]
+            self.klass[member] = straggler.classify(found, int(rank))
+
+
+def _combine(
+    stats: dict[int, KindStats], slots: list[int], ranks: int
+) -> tuple[F64, F64, I64, F64]:
+    """Own time per operation over the kinds, each weighted by how often it occurred.
+
+    -> (median, mean, samples) [C, rank], instances [C].
+    """
+    median, mean = np.full((2, len(slots), ranks), np.nan)
+    samples = np.zeros((len(slots), ranks), np.int64)
+    instances = np.zeros(len(slots))
+    for i, slot in enumerate(slots):
+        s = stats[slot]
+        weight = np.array(s.instances, dtype=np.float64)
+        instances[i] = weight.sum()
+        share = weight / instances[i]
+        median[i] = share @ np.array(s.median)
+        mean[i] = share @ np.array(s.mean)
+        samples[i] = np.sum(s.count, axis=0)
+    return median, mean, samples, instances
+
+
+def kind_stats(blocks: list[OwnBlock]) -> dict[int, KindStats]:
+    """Medians per (communicator, kind) of a window's own times -> {slot: KindStats}."""
+    found: dict[int, KindStats] = {}
+    for ranks in sorted({b.ranks for b in blocks}):
+        same = [b for b in blocks if b.ranks == ranks]
+        group = np.concatenate([b.group for b in same])
+        own_time = np.concatenate([b.own for b in same], axis=1)
+        blocked = np.concatenate([b.blocked for b in same], axis=1)
+        size = np.concatenate([b.size for b in same], axis=1)
+        order = np.argsort(group, kind="stable")
+        distinct, start, count = np.unique(group[order], return_index=True, return_counts=True)
+        enough = np.flatnonzero(count >= MIN_KIND_INSTANCES)
+        width = 1 << np.ceil(np.log2(count)).astype(np.int64)
+        for padded in np.unique(width[enough]).tolist():
+            chosen = enough[width[enough] == padded]
+            step = max(1, CHUNK // (padded * ranks))
+            for at in range(0, len(chosen), step):
+                part = chosen[at : at + step]
+                _chunk(
+                    found,
+                    distinct[part],
+                    order,
+                    start[part],
+                    count[part],
+                    padded,
+                    (own_time, blocked, size),
+                )
+    return found
+
+
+def _chunk(
+    found: dict[int, KindStats],
+    groups: I64,
+    order: I64,
+    start: I64,
+    count: I64,
+    width: int,
+    columns: tuple[npt.NDArray[np.float32], ...],
+) -> None:
+    """Groups of about the same number of rows at once, padded to `width` with NaN."""
+    offset = np.arange(width)
+    valid = offset < count[:, None]
+    rows = order[np.where(valid, start[:, None] + offset, 0)]  # [G, width]
+    own_time, blocked, size = (c[:, rows] for c in columns)  # [rank, G, width]
+    own_time[:, ~valid] = np.nan
+    missing = np.isnan(own_time)
+    blocked[missing], size[missing] = 0, 0
+    median, mean, samples = own.medians(own_time)
+    some = np.maximum(samples, 1)
+    blocked_mean = blocked.sum(axis=-1, dtype=np.float64) / some
+    size_mean = size.sum(axis=-1, dtype=np.float64) / some
+    for i, group in enumerate(groups.tolist()):
+        s = found.setdefault(group // KINDS, KindStats())
+        s.kind.append(group % KINDS)
+        s.instances.append(int(count[i]))
+        s.median.append(median[:, i])
+        s.mean.append(mean[:, i])
+        s.count.append(samples[:, i])
+        s.blocked.append(blocked_mean[:, i])
+        s.size.append(size_mean[:, i])

@@ -1,0 +1,120 @@
+"""Prometheus export of the latest snapshot.
+
+`SnapshotCollector` is a custom collector: fresh families at every collection, so what a finished
+job left behind vanishes with it. `Exposition` writes the same families as text once a snapshot,
+however many scrape. It has its own writer, byte for byte what prometheus_client writes (a test
+compares them), because at 16,384 ranks theirs holds the interpreter lock for over a second a
+scrape, and the analysis would have to wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
+from prometheus_client.metrics_core import Metric as ClientMetric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS_1_0_0
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+from lanterne.collector import series_jobs, series_nodes
+from lanterne.collector.metrics import Family
+from lanterne.collector.series_nodes import Runtime
+from lanterne.collector.snapshot import Snapshot
+
+Latest = Callable[[], Snapshot | None]
+
+_go_number: Callable[[float], str] = floatToGoString
+
+
+def families(snapshot: Snapshot | None, runtime: Runtime | None) -> Iterator[Family]:
+    """All families that have samples, in the order of the page."""
+    found: list[Iterator[Family]] = []
+    if snapshot is not None:
+        found += [series_jobs.families(snapshot), series_nodes.families(snapshot)]
+    if runtime is not None:
+        found.append(series_nodes.runtime_families(runtime))
+    return (family for part in found for family in part if family.points)
+
+
+class SnapshotCollector(Collector):
+    """For a prometheus_client registry; `latest` gives the snapshot, or None before the first."""
+
+    def __init__(self, latest: Latest, runtime: Callable[[], Runtime] | None = None) -> None:
+        self._latest = latest
+        self._runtime = runtime
+
+    def collect(self) -> Iterable[ClientMetric]:
+        runtime = self._runtime() if self._runtime else None
+        for metric, points in families(self._latest(), runtime):
+            # prometheus_client adds the suffix of counters itself.
+            name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+            family = ClientMetric(name, metric.help, metric.kind)
+            family.samples = [Sample(*point) for point in points]
+            yield family
+
+    def describe(self) -> Iterable[ClientMetric]:
+        return []  # so that registering does not collect
+
+
+class Exposition:
+    """The page /metrics, cached for as long as the snapshot stays the same."""
+
+    def __init__(self, latest: Latest, runtime: Callable[[], Runtime]) -> None:
+        self._latest = latest
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._of: Snapshot | None = None
+        self._pages: dict[bool, bytes] = {}
+
+    def page(self, accept: str) -> tuple[str, bytes]:
+        """(content type, body) for an Accept header."""
+        openmetrics = "openmetrics" in choose_encoder(accept)[1]
+        snapshot = self._latest()
+        with self._lock:  # one thread renders, the others wait for its page
+            if snapshot is None or snapshot is not self._of:
+                self._of, self._pages = snapshot, {}
+            body = self._pages.get(openmetrics)
+            if body is None:
+                body = write(families(snapshot, self._runtime()), openmetrics=openmetrics)
+                self._pages[openmetrics] = body
+        return OPENMETRICS_1_0_0 if openmetrics else CONTENT_TYPE_PLAIN_0_0_4, body
+
+
+def write(found: Iterable[Family], *, openmetrics: bool = False) -> bytes:
+    """The text exposition format 0.0.4, or OpenMetrics 1.0.0."""
+    out: list[str] = []
+    # Ranks' points share their labels across families: each label set is formatted once. Keyed by
+    # identity, hence the families are held until the end.
+    texts: dict[int, str] = {}
+    held = list(found)
+    for metric, points in held:
+        name = metric.name
+        if openmetrics and metric.kind == "counter":
+            name = name.removesuffix("_total")
+        out.append(f"# HELP {name} {metric.help}\n# TYPE {name} {metric.kind}\n")
+        for sample, labels, value in points:
+            text = texts.get(id(labels))
+            if text is None:
+                text = texts[id(labels)] = _labels(labels)
+            # repr is what _go_number gives up to a million.
+            number = repr(value) if -1e6 < value < 1e6 else _go_number(value)
+            out.append(f"{sample}{text} {number}\n")
+    if openmetrics:
+        out.append("# EOF\n")
+    return "".join(out).encode()
+
+
+def _labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    text = ",".join([f'{k}="{_escape(labels[k])}"' for k in sorted(labels)])
+    return f"{{{text}}}"
+
+
+def _escape(value: str) -> str:
+    if value.isalnum():
+        return value
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

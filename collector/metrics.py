@@ -1,0 +1,148 @@
+"""Every metric that the collector exports: one row of data each.
+
+`series_jobs.py` and `series_nodes.py` fill them; docs/metrics.md explains them, and a test compares
+the two. Names end in their base unit, counters in `_total`; no label is called job, instance, type,
+stage or cluster, since those belong to Prometheus and to the scrape configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str  # as exposed, with _total
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+class Point(NamedTuple):
+    """One sample. Points of one rank share one labels mapping: the text writer relies on it."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Family(NamedTuple):
+    metric: Metric
+    points: list[Point]
+
+
+RANK = ("workload", "comm", "rank", "node", "gpu")
+COMM = ("workload", "comm")
+
+CATALOG: dict[str, Metric] = {}
+
+
+def _add(kind: Kind, name: str, labels: tuple[str, ...], text: str) -> None:
+    CATALOG[name] = Metric(name, kind, labels, text)
+
+
+# fmt: off
+# Collectives and expert-parallel exchange. Rank is never a label of a histogram.
+_add("histogram", "lanterne_collective_duration_seconds", (*COMM, "op", "source"),
+     "Time from a rank's arrival at a collective to its end, waiting included.")
+_add("histogram", "lanterne_collective_wait_seconds", (*COMM, "op", "source"),
+     "Part of the collective duration that a rank spent waiting for later ranks.")
+_add("histogram", "lanterne_moe_dispatch_duration_seconds", ("workload", "source"),
+     "Duration of the all-to-all that sends tokens to their experts.")
+_add("histogram", "lanterne_moe_combine_duration_seconds", ("workload", "source"),
+     "Duration of the all-to-all that brings expert results back.")
+_add("counter", "lanterne_collective_calls_total", (*COMM, "op", "source"),
+     "Calls of an operation, every rank's counted; source none: only their order is known.")
+_add("counter", "lanterne_collective_call_errors_total", (*COMM, "op", "source"),
+     "Those of them that returned an error.")
+_add("counter", "lanterne_collective_bytes_total", (*COMM, "op", "source"),
+     "Bytes that the ranks sent in them, or the size of their buffers for reductions.")
+_add("counter", "lanterne_alltoall_bytes_total", (*COMM, "rank", "domain"),
+     "Bytes a rank sent in all-to-all operations, by where the receiver is.")
+
+# Ranks.
+_add("counter", "lanterne_rank_wait_seconds_total", (*RANK, "source"),
+     "Time a rank waited in collectives for later ranks.")
+_add("counter", "lanterne_rank_blame_seconds_total", (*RANK, "source"),
+     "Time that would come back to the job if this rank alone were never last.")
+_add("counter", "lanterne_rank_comm_seconds_total", RANK,
+     "Time a rank spent transferring in collectives, waiting removed.")
+_add("counter", "lanterne_rank_compute_seconds_total", RANK,
+     "Time a rank spent on its own between collectives.")
+_add("gauge", "lanterne_rank_straggler_ratio", RANK,
+     "Own time between collectives over the median of its peers; 1 is as fast as they are.")
+_add("gauge", "lanterne_rank_straggler", (*RANK, "class"),
+     "1 where the others wait for this rank, with the class of the fault; absent where unjudged.")
+
+# Communicators.
+_add("gauge", "lanterne_communicator_info", (*COMM, "library", "role", "source"),
+     "Constant 1; source is the best evidence of waiting that the communicator has.")
+_add("gauge", "lanterne_communicator_ranks", COMM,
+     "Ranks that the communicators of this name have.")
+_add("gauge", "lanterne_communicator_ranks_seen", COMM,
+     "Ranks of these communicators that reported.")
+_add("gauge", "lanterne_communicator_complete_ratio", COMM,
+     "Share of recent operations in which every rank was seen.")
+_add("gauge", "lanterne_communicator_waits_absent", (*COMM, "reason"),
+     "1 where the waits cannot be known, and why; 0 with reason none where they are known.")
+
+# GPUs, as NVML reads them: context, never evidence of waiting.
+_GPU = ("node", "gpu")
+_add("gauge", "lanterne_gpu_info", (*_GPU, "uuid", "bus_id", "name"), "Constant 1.")
+_add("gauge", "lanterne_gpu_utilization_ratio", _GPU,
+     "Share of time with a kernel running; a kernel that spins while waiting counts as running.")
+_add("gauge", "lanterne_gpu_memory_used_bytes", _GPU, "GPU memory in use.")
+_add("gauge", "lanterne_gpu_memory_size_bytes", _GPU, "GPU memory there is.")
+_add("gauge", "lanterne_gpu_temperature_celsius", _GPU, "GPU temperature.")
+_add("gauge", "lanterne_gpu_power_watts", _GPU, "GPU power draw.")
+_add("counter", "lanterne_gpu_energy_joules_total", _GPU, "Energy used since the driver loaded.")
+_add("gauge", "lanterne_gpu_sm_clock_hertz", _GPU, "Clock of the GPU's multiprocessors.")
+_add("gauge", "lanterne_gpu_sm_clock_max_hertz", _GPU, "Highest clock the GPU allows.")
+_add("gauge", "lanterne_gpu_throttle_info", (*_GPU, "reason"),
+     "1 for each reason for which the GPU now holds its clock down.")
+
+# What the agents report of themselves.
+_add("gauge", "lanterne_node_info", ("node", "agent_version"), "Constant 1.")
+_add("gauge", "lanterne_node_connected", ("node",), "1 while the node's agent holds its stream.")
+_add("counter", "lanterne_node_events_read_total", ("node",),
+     "Events the node's agent read from its kernel ring.")
+_add("counter", "lanterne_node_events_lost_total", ("node", "reason"),
+     "Events the node's agent knows it lost, by cause.")
+_add("counter", "lanterne_node_batches_dropped_total", ("node",),
+     "Windows the node's agent dropped because its queue to the collector was full.")
+_add("gauge", "lanterne_node_communicators_unresolved", ("node",),
+     "Communicators whose identity the node's agent could not learn.")
+_add("counter", "lanterne_node_operations_unresolved_total", ("node",),
+     "Operations on such communicators; they are in no other metric.")
+_add("counter", "lanterne_node_blind_graph_launches_total", ("node",),
+     "CUDA graph launches whose collectives cannot be seen from the host.")
+_add("gauge", "lanterne_node_source_success", ("node", "source"),
+     "1 where a source of the node's agent (uprobes, nvml, host) works.")
+_add("gauge", "lanterne_node_libraries_failed", ("node",),
+     "Libraries on the node that could not be probed.")
+
+# The collector itself.
+_add("gauge", "lanterne_collector_info", ("version",), "Constant 1.")
+_add("gauge", "lanterne_collector_last_window_timestamp_seconds", ("node",),
+     "End of the newest window received from the node, UNIX time.")
+_add("gauge", "lanterne_collector_clock_offset_seconds", ("node",),
+     "Node clock compared with the collector's.")
+_add("gauge", "lanterne_collector_clock_error_seconds", ("node",),
+     "Bound on the error of that comparison; shorter enqueue waits are suppressed.")
+_add("gauge", "lanterne_collector_snapshot_timestamp_seconds", (),
+     "When the figures of this page were taken, UNIX time; absent before the first.")
+_add("gauge", "lanterne_collector_ranks", (), "Ranks (of all communicators) in the snapshot.")
+_add("gauge", "lanterne_collector_communicators", (), "Communicators in the snapshot.")
+_add("gauge", "lanterne_collector_queue_depth", (), "Batches that wait to be analysed.")
+_add("counter", "lanterne_collector_batches_total", ("status",),
+     "Batches received, by how they were answered.")
+_add("counter", "lanterne_collector_batches_refused_total", ("reason",),
+     "Batches refused as invalid, by reason.")
+_add("counter", "lanterne_collector_rows_total", ("kind",),
+     "Rows taken in, and rows left out by cause.")
+_add("counter", "lanterne_collector_engine_errors_total", (),
+     "Batches or snapshots that failed in the analysis: each is a defect worth reporting.")
+# fmt: on

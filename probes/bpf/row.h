@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* A catalog row as the programs read it. The mirror is probes/rows.py; a contract test compares. */
+#ifndef LANTERNE_ROW_H
+#define LANTERNE_ROW_H
+
+/* Where one value is found at function entry. */
+#define LANTERNE_S_NONE       0 /* not there */
+#define LANTERNE_S_REGISTER   1 /* argument register `reg` */
+#define LANTERNE_S_STACK      2 /* memory at stack pointer + first */
+#define LANTERNE_S_STACK_ADDR 3 /* the address stack pointer + first: a struct passed by value */
+#define LANTERNE_S_MEMORY     4 /* *(register + first) */
+#define LANTERNE_S_CHAIN      5 /* *(*(register + first) + second) */
+#define LANTERNE_S_CONSTANT   6 /* first */
+
+struct lanterne_source {
+	__u8 kind;
+	__u8 reg;   /* index of the argument register: 0 is rdi or x0 */
+	__u8 width; /* bytes: 4 or 8 */
+	__u8 pad;
+	__s32 first;
+	__s32 second;
+};
+
+/* Index into lanterne_row.source. */
+enum lanterne_field {
+	LANTERNE_COMM,   /* communicator pointer */
+	LANTERNE_COUNT,
+	LANTERNE_SCALE,  /* bytes per element: count becomes count * scale */
+	LANTERNE_DTYPE,
+	LANTERNE_PEER,   /* root or peer */
+	LANTERNE_STREAM,
+	LANTERNE_SLOT,   /* address of the variable that receives the new communicator */
+	LANTERNE_N_RANKS,
+	LANTERNE_RANK,
+	LANTERNE_COLOR,
+	LANTERNE_KEY,
+	LANTERNE_ID,     /* address of the 128-byte unique id */
+	LANTERNE_CONFIG, /* ncclConfig_t pointer */
+	LANTERNE_VECTOR, /* first element of the per-peer byte counts (u64 each) */
+	LANTERNE_FIELDS,
+};
+
+#define LANTERNE_R_PER_PEER (1 << 0) /* count is of all peers: divide by the number of ranks */
+#define LANTERNE_R_GLOO     (1 << 1) /* communicator is a gloo::Context: rank and size in it */
+#define LANTERNE_R_GRAPH    (1 << 2) /* a launch of a whole graph */
+#define LANTERNE_R_FREES    (1 << 3) /* the communicator does not exist after this call */
+
+struct lanterne_row {
+	__u8 func;   /* layout.Func, or LANTERNE_C_* of a communicator row */
+	__u8 flags;  /* LANTERNE_F_* that every record of this row has */
+	__u8 traits; /* LANTERNE_R_* */
+	__u8 pad;
+	struct lanterne_source source[LANTERNE_FIELDS];
+};
+
+_Static_assert(sizeof(struct lanterne_source) == 12, "rows.SOURCE mirrors this");
+_Static_assert(sizeof(struct lanterne_row) == 172, "rows.ROW mirrors this");
+
+/* State of one thread, one cache line; `threads` is scanned by the agent to free the dead. */
+struct lanterne_thread {
+	__u64 id;             /* tgid << 32 | tid; 0: free */
+	__u64 sync_return_ns; /* 0: this thread has never returned from a synchronise call */
+	__u64 sync_enter_ns;  /* 0: not in one now */
+	__u64 blocked_ns;     /* in synchronise calls since the last record */
+	__u32 launches;       /* since sync_return_ns */
+	__u32 group;          /* number of the outermost group; 0: none open */
+	__u32 depth;
+	__u32 capture;        /* open stream captures */
+	__u32 pending;        /* communicators created in the open group */
+	__u32 pad[3];
+};
+
+/* State of one communicator in one process. */
+struct lanterne_comm {
+	__u64 key;       /* comm ^ tgid << 42; 0: free */
+	__u64 seq;       /* next number of the collective lane */
+	__u64 p2p;       /* next number of the send and recv lane */
+	__u32 p2p_group; /* group that has the number p2p - 1 */
+	__u32 tgid;
+	__u32 n_ranks;   /* 0: unknown */
+	__s32 rank;
+};
+
+_Static_assert(sizeof(struct lanterne_thread) == 64, "rows.THREAD mirrors this");
+_Static_assert(sizeof(struct lanterne_comm) == 40, "rows.COMM mirrors this");
+
+#define LANTERNE_THREADS 16384 /* sets of 4 */
+#define LANTERNE_COMMS   16384 /* sets of 4 */
+#define LANTERNE_ROWS    128
+#define LANTERNE_PEERS   64    /* per-peer records of one call, at most */
+#define LANTERNE_PENDING 64    /* communicators created in one group that are looked at again */
+
+#endif

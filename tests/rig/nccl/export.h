@@ -1,0 +1,12 @@
+/* NCCL's export pattern: a strong pncclX and a weak ncclX at the same address. Two probes, one on
+ * each name, would count every call twice; this must stay so here. */
+#ifndef RIG_NCCL_EXPORT_H
+#define RIG_NCCL_EXPORT_H
+
+#define EXPORT(type, name, ...)                                                                   \
+  __attribute__((weak, visibility("default"), alias("p" #name))) type name(__VA_ARGS__);          \
+  __attribute__((visibility("default"))) type p##name(__VA_ARGS__)
+
+#define RIG_EXPORT(name, ...) EXPORT(ncclResult_t, name, __VA_ARGS__)
+
+#endif
