@@ -44,6 +44,7 @@ class _Pending:
     """A creation whose pointer was not stored yet: a non-blocking or grouped init."""
 
     event: np.void
+    call: tuple[int, int, int]  # tgid, address of the variable, time
     parent: Communicator | None
     number: int
     attempts: int = 0
@@ -79,6 +80,7 @@ class Registry:
         self._free = list(range(self.rows))  # a heap: low numbers first keeps arrays short
         self._unresolved: dict[int, Communicator] = {}
         self._pending: deque[_Pending] = deque()
+        self._calls: dict[tuple[int, int, int], tuple[Communicator | None, int]] = {}
         self._recent: deque[_Ended] = deque(maxlen=1024)
         self._quarantine: deque[Communicator] = deque()
         self._round = 0
@@ -129,7 +131,16 @@ class Registry:
         self._try(comm, time_ns)
 
     def _create(self, event: np.void, kind: int, tgid: int, pointer: int, time_ns: int) -> None:
-        parent, number = self._parent_of(event, kind, tgid, time_ns)
+        # Inside a group a creation is told twice: at the call, and when its pointer is stored.
+        call = (tgid, int(event["slot"]), time_ns)
+        known = self._calls.get(call)
+        parent, number = known or self._parent_of(event, kind, tgid, time_ns)
+        if known is not None:
+            self._pending = deque(p for p in self._pending if p.call != call)
+        elif int(event["slot"]):
+            self._calls[call] = parent, number
+            if len(self._calls) > MAX_PENDING:
+                del self._calls[next(iter(self._calls))]
         if kind == CommKind.SPLIT and int(event["color"]) < 0:
             return
         if pointer:
@@ -138,7 +149,7 @@ class Registry:
             if len(self._pending) >= MAX_PENDING:
                 self._pending.popleft()
                 self.pending_dropped += 1
-            self._pending.append(_Pending(event.copy(), parent, number))
+            self._pending.append(_Pending(event.copy(), call, parent, number))
 
     def _parent_of(
         self, event: np.void, kind: int, tgid: int, time_ns: int
@@ -159,11 +170,14 @@ class Registry:
         self, event: np.void, pointer: int, parent: Communicator | None, number: int, time_ns: int
     ) -> None:
         tgid, kind = int(event["tgid"]), int(event["kind"])
+        comm = self._by_key.get((tgid, pointer))
+        if comm is not None and comm.born_ns == time_ns:
+            return  # told again
         self._end(tgid, pointer, time_ns)
         comm = self._new(tgid, pointer, time_ns)
         if comm is None:
             return
-        comm.complete = True
+        comm.complete, comm.born_ns = True, time_ns
         if kind == CommKind.CONNECT:
             comm.library = GLOO
         identity.from_event(comm, event, self._version(tgid))
@@ -224,7 +238,7 @@ class Registry:
             self._end(tgid, pointer, now_ns)
         for pid in gone:
             self._facts.pop(pid, None)
-        self._pending = deque(p for p in self._pending if int(p.event["tgid"]) not in gone)
+        self._pending = deque(p for p in self._pending if p.call[0] not in gone)
 
     def verify_processes(self, now_ns: int) -> None:
         """Drop what belongs to a pid that is gone or somebody else's by now."""
@@ -356,7 +370,7 @@ class Registry:
             self.pending_dropped += 1
 
     def _adopt(self, comm: Communicator, event: np.void, pending: _Pending) -> None:
-        comm.complete = True
+        comm.complete, comm.born_ns = True, int(event["time_ns"])
         identity.from_event(comm, event, self._version(comm.tgid))
         if int(event["kind"]) in (CommKind.SPLIT, CommKind.SHRINK):
             comm.parent, comm.child_number = pending.parent, pending.number
@@ -368,7 +382,7 @@ class Registry:
     def _try(self, comm: Communicator, now_ns: int) -> None:
         """One attempt; a communicator stays in `_unresolved` until nothing more can be learned."""
         if comm.library == GLOO:
-            identity.gloo(comm, self._process(comm.tgid), connected=comm.complete)
+            identity.gloo(comm, self._process(comm.tgid))
         else:
             identity.derive(comm, self._version(comm.tgid))
             identity.from_structure(comm, self._processes, self._libraries(comm.tgid))

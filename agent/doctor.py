@@ -22,6 +22,7 @@ from pathlib import Path
 from lanterne.agent import kernel
 from lanterne.agent.attach import Attacher
 from lanterne.agent.config import AgentConfig
+from lanterne.agent.discover import MAX_MAPS_READ
 from lanterne.agent.doctor_view import (
     LibraryView,
     Report,
@@ -38,6 +39,7 @@ from lanterne.agent.nvml import Nvml
 CONNECT_SECONDS = 2.0
 INTERPRETER_SECONDS = 20.0
 MAX_PROBLEM_ROWS = 20
+MAX_SCANS = 40
 
 
 def run(config: AgentConfig, *, as_json: bool) -> int:
@@ -60,8 +62,9 @@ def examine(config: AgentConfig, *, proc: Path = Path("/proc"), sys: Path = Path
         interpreter_row(config.probes.interpreter),
     ]
     can_load = not any(row.status == "fail" for row in rows)
-    probe_rows, libraries = _probes(config, can_load, proc)
-    rows += probe_rows
+    rows.append(self_test_row(config, can_load))
+    found_rows, libraries = survey(config, proc)
+    rows += found_rows
     rows += nvml_rows(config.sources.nvml)
     rows += [collector_row(address) for address in config.collector.addresses]
     works = not any(row.status == "fail" for row in rows)
@@ -163,42 +166,39 @@ def collector_row(address: str) -> Row:
         return Row(check, "warn", f"not reachable: {why}", remedy)
 
 
-def _probes(
-    config: AgentConfig, can_load: bool, proc: Path
-) -> tuple[list[Row], tuple[LibraryView, ...]]:
-    """Load the programs, attach to what is mapped now, look, and close everything again."""
-    if not config.probes.enabled:
-        return [Row("self-test", "info", "probes are switched off (probes.enabled)")], ()
-    if not can_load:
-        return [Row("self-test", "info", "not tried, because of the above")], ()
-    started = time.monotonic()
+def self_test_row(config: AgentConfig, can_load: bool) -> Row:
+    """Compile, verify and load the programs as the agent would, and let them go again."""
     settings = config.probes
+    if not settings.enabled:
+        return Row("self-test", "info", "probes are switched off (probes.enabled)")
+    if not can_load:
+        return Row("self-test", "info", "not tried, because of the above")
+    started = time.monotonic()
     try:
-        with (
-            kernel.load(
-                ring_bytes=settings.ring_bytes,
-                comm_ring_bytes=settings.comm_ring_bytes,
-                interpreter=settings.interpreter,
-                method=settings.method,
-            ) as programs,
-            Attacher(
-                programs, proc=proc, include=settings.include, exclude=settings.exclude
-            ) as attacher,
-        ):
-            took = time.monotonic() - started
-            detail = f"programs compiled, verified and loaded in {took:.1f} s ({programs.method})"
-            rows = [Row("self-test", "ok", detail)]
-            scan = attacher.scan()
-            libraries, processes = dict(attacher.libraries), dict(attacher.processes)
+        with kernel.load(
+            ring_bytes=settings.ring_bytes,
+            comm_ring_bytes=settings.comm_ring_bytes,
+            interpreter=settings.interpreter,
+            method=settings.method,
+        ) as programs:
+            method = {"multi": "multi-uprobe links", "perf": "perf events"}[programs.method]
     except AgentError as error:
-        what, _, remedy = str(error).partition(": ")
-        return [Row("self-test", "fail", what, remedy)], ()
-    rows += [
-        Row("process", "warn", f"not looked into: {text}", "see `what it cannot see` in the README")
-        for text in scan.failed[:MAX_PROBLEM_ROWS]
-    ]
+        return Row("self-test", "fail", str(error))
+    took = time.monotonic() - started
+    return Row("self-test", "ok", f"programs compile, verify and load in {took:.1f} s; {method}")
+
+
+def survey(config: AgentConfig, proc: Path) -> tuple[list[Row], tuple[LibraryView, ...]]:
+    """Which processes map which library, and where probes would go. Attaches nothing."""
+    settings = config.probes
+    # One scan reads a bounded number of processes.
+    scans = 1 + sum(path.name.isdigit() for path in proc.iterdir()) // MAX_MAPS_READ
+    with Attacher(None, proc=proc, include=settings.include, exclude=settings.exclude) as attacher:
+        for _ in range(min(scans, MAX_SCANS)):
+            attacher.scan()
+        libraries, processes = dict(attacher.libraries), dict(attacher.processes)
     views = library_views(libraries, processes)
-    return rows + library_rows(views) + blind_rows(libraries, processes), views
+    return library_rows(views) + blind_rows(libraries, processes), views
 
 
 def _text(path: Path) -> str | None:

@@ -96,7 +96,8 @@ def library_rows(libraries: Sequence[LibraryView]) -> list[Row]:
     for library in libraries:
         name = f"{library.path} ({' '.join(filter(None, (library.kind, library.version)))})"
         if library.state == "failed":
-            rows.append(Row("library", "warn", f"{name}: {library.error}", "replace that file"))
+            remedy = "nothing else is affected; if it is not a process that just ended, see the file"
+            rows.append(Row("library", "warn", f"{name}: {library.error}", remedy))
             continue
         if library.state == "nothing_to_probe":
             rows.append(Row("library", "info", f"{name}: nothing to probe. {library.error}"))

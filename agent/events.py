@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.probes.layout import Flag, Func
+from lanterne.probes.layout import RECORD, Flag, Func
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -118,6 +118,16 @@ _DTYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def rows_of(records: Records, index: npt.NDArray[Any]) -> Records:
+    """`records[index]`, for a mask or positions, ten times as fast: numpy copies structured rows
+    field by field, but rows of plain words as they are."""
+    if index.dtype == np.bool_:
+        index = np.flatnonzero(index)
+    words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), -1)
+    taken: Records = words.take(index, axis=0).view(RECORD).reshape(-1)
+    return taken
+
+
 def empty_operations() -> Operations:
     return Operations(**{name: np.empty(0, dtype) for name, dtype in _DTYPES.items()})
 
@@ -135,9 +145,13 @@ def concatenate(parts: Sequence[Operations]) -> Operations:
 
 
 def point_to_point(records: Records) -> Bool:
-    """Mask of the records that `groups` assembles; the rest are operations by themselves."""
+    """Mask of the records that `groups` assembles; the rest are operations by themselves.
+
+    Sends and receives, and the calls of Gloo whose bytes per peer come in records of their own.
+    """
     mask: Bool = (records["flags"] & np.uint8(Flag.P2P)) != 0
-    return mask
+    vector_call: Bool = (records["func"] == Func.ALL_TO_ALL_V) & (records["group"] != 0)
+    return np.logical_or(mask, vector_call)
 
 
 def payload_bytes(records: Records) -> U64:
@@ -151,8 +165,11 @@ def payload_bytes(records: Records) -> U64:
 
 
 def errors_of(records: Records) -> Bool:
+    """Calls that returned an error. Gloo's functions return nothing: they raise, and what the
+    register held at their return means nothing."""
     rc = records["rc"]
-    failed: Bool = (records["flags"] & np.uint8(Flag.PAIR) != 0) & (rc != 0) & (rc != IN_PROGRESS)
+    returned = (records["flags"] & np.uint8(_WAITED)) == np.uint8(Flag.PAIR)
+    failed: Bool = returned & (rc != 0) & (rc != IN_PROGRESS)
     return failed
 
 

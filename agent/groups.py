@@ -4,9 +4,13 @@ Between ncclGroupStart and ncclGroupEnd a rank posts one send and one receive fo
 how frameworks express all-to-all with unequal parts. All records of one group on one communicator
 form one operation (lane 1). A send or receive outside any group is one by itself.
 
+Gloo's all-to-all with unequal parts is one call. The probe tells the bytes per peer in records of
+their own at entry, and the call itself at its return; they share a group number, and become one
+operation of the collective lane.
+
 A group may straddle two drains. Its records are held until a later group appears on the same
-communicator, or until it has been silent for `grace_ns`. The memory held is bounded: beyond
-`max_records` every open group is closed, and counted in `forced`.
+communicator, or until it has been silent for `grace_ns` (a blocking call: for a minute). The memory
+held is bounded: beyond `max_records` every open group is closed, and counted in `forced`.
 """
 
 from __future__ import annotations
@@ -35,10 +39,12 @@ from lanterne.agent.events import (
     errors_of,
     evidence_of,
     payload_bytes,
+    rows_of,
 )
-from lanterne.probes.layout import RECORD, Func
+from lanterne.probes.layout import RECORD, Flag, Func
 
 MAX_PEER = 1 << 16
+CALL_GRACE_NS = 60 * 10**9
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Groups:
         `now_ns` is on the clock of the records. `close` ends every open group.
         """
         if len(self._records):
-            records = np.concatenate([self._records, records])
+            records = _join(self._records, records)
             slots = np.concatenate([self._slots, slots])
         if not len(records):
             return empty_operations(), empty_peers()
@@ -105,13 +111,13 @@ class Groups:
         if not open_.any():
             self._records, self._slots = np.empty(0, RECORD), np.empty(0, np.uint16)
             return _assemble(records, slots, starts, lengths, self._rules)
-        self._records, self._slots = records[rows], slots[rows]
+        self._records, self._slots = rows_of(records, rows), slots[rows]
         done = ~rows
         if not done.any():
             return empty_operations(), empty_peers()
         lengths = lengths[~open_]
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-        return _assemble(records[done], slots[done], starts, lengths, self._rules)
+        return _assemble(rows_of(records, done), slots[done], starts, lengths, self._rules)
 
     def _open(self, records: Records, slots: U16, starts: I64, now_ns: int) -> Bool:
         """Of each run: may more of its records come? Only the newest of a communicator may grow."""
@@ -120,10 +126,20 @@ class Groups:
         last_of_slot[:-1] = run_slots[1:] != run_slots[:-1]
         last_of_slot[-1] = True
         ends = np.append(starts[1:], len(records)) - 1
-        silent = records["enter_ns"][ends].astype(np.int64) + self._grace_ns < now_ns
+        flags = records["flags"][ends]
+        blocking = (flags & np.uint8(Flag.BLOCKING)) != 0
+        called = (flags & np.uint8(Flag.P2P)) == 0  # the call itself: nothing comes after it
+        patience = np.where(blocking, CALL_GRACE_NS, self._grace_ns)
+        silent = records["enter_ns"][ends].astype(np.int64) + patience < now_ns
         grouped = records["group"][starts] != 0
-        open_: Bool = last_of_slot & grouped & ~silent
+        open_: Bool = last_of_slot & grouped & ~silent & ~called
         return open_
+
+
+def _join(a: Records, b: Records) -> Records:
+    words = [np.ascontiguousarray(part).view(np.uint64) for part in (a, b)]
+    joined: Records = np.concatenate(words).view(RECORD)
+    return joined
 
 
 def _by_communicator(records: Records, slots: U16) -> tuple[Records, U16]:
@@ -131,7 +147,7 @@ def _by_communicator(records: Records, slots: U16) -> tuple[Records, U16]:
     if (slots[1:] >= slots[:-1]).all():
         return records, slots
     order = np.argsort(slots, kind="stable")  # radix sort on 16 bits
-    return records[order], slots[order]
+    return rows_of(records, order), slots[order]
 
 
 def _starts(records: Records, slots: U16) -> I64:
@@ -147,35 +163,41 @@ def _assemble(
     records: Records, slots: U16, starts: I64, lengths: I64, rules: Rules
 ) -> tuple[Operations, PeerBytes]:
     n = len(starts)
-    first = records[starts]
+    first = rows_of(records, starts)
     failed = errors_of(records)
     bits: U8 = np.bitwise_or.reduceat(_FLAG_BITS[records["flags"]], starts)
-    bits[first["group"] != 0] |= GROUPED
-    error = np.logical_or.reduceat(failed, starts)
+    blocking = (first["flags"] & np.uint8(Flag.BLOCKING)) != 0
+    bits[(first["group"] != 0) & ~blocking] |= GROUPED
     captured = (bits & CAPTURED) != 0
     evidence = evidence_of(first, rules)
-    evidence[captured] = ORDER
     vectors = _vectors(records, starts, lengths, failed | np.repeat(captured, lengths))
-    blocking = evidence == BLOCKING
-    duration = np.zeros(n, np.uint64)
+    amount, duration = vectors.sent_total, np.zeros(n, np.uint64)
     if blocking.any():
-        total = np.add.reduceat(records["duration_ns"], starts)
-        duration[blocking] = total[blocking]
-    blocked_us = np.add.reduceat(records["sync_blocked_us"].astype(np.uint64), starts)
+        call = rows_of(records, starts + lengths - 1)
+        evidence[blocking] = evidence_of(call, rules)[blocking]
+        duration = np.where(evidence == BLOCKING, call["duration_ns"], duration)
+        whole = blocking & (call["flags"] & np.uint8(Flag.P2P) == 0)
+        amount = np.where(whole, payload_bytes(call), amount)
+        # More peers than the probe tells: a part of the vector compares with nothing.
+        vectors.send_shape[whole & (amount != vectors.sent_total)] = 0
+    evidence[captured] = ORDER
+    blocked_us = np.maximum.reduceat(records["sync_blocked_us"].astype(np.uint64), starts)
+    if not blocking.all():
+        total_us = np.add.reduceat(records["sync_blocked_us"].astype(np.uint64), starts)
+        blocked_us = np.where(blocking, blocked_us, total_us)
     run_slots = slots[starts]
     operations = Operations(
         slot=run_slots,
         seq=np.ascontiguousarray(first["seq"]),
-        lane=np.ones(n, np.uint8),
-        op=np.full(
-            n, Func.P2P_GROUP, np.uint8
-        ),  # windows tell all-to-alls apart: n_ranks is needed
+        lane=np.where(blocking, np.uint8(0), np.uint8(1)),
+        # Lane 1: roles.classify tells all-to-alls apart, it knows n_ranks and more.
+        op=np.where(blocking, np.uint8(Func.ALL_TO_ALL_V), np.uint8(Func.P2P_GROUP)),
         evidence=evidence,
         flags=bits,
-        error=error,
+        error=np.logical_or.reduceat(failed, starts),
         arrival_ns=np.ascontiguousarray(first["enter_ns"]),
         duration_ns=duration,
-        bytes=vectors.sent_total,
+        bytes=amount,
         root=np.where(lengths == 1, first["peer"], np.int32(-1)),
         sync_blocked_ns=blocked_us * np.uint64(1000),
         send_shape=vectors.send_shape,

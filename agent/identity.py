@@ -53,6 +53,8 @@ class Communicator:
     workload: str = ""
     bus_id: str = ""
     role: str = ""
+    store: str = ""  # Gloo: HOST:PORT of the rendezvous store
+    born_ns: int = 0  # of the event that told of its creation; 0: met in use
     parent: Communicator | None = None  # while the child's hash waits for it
     color: int = -1
     child_number: int = 0  # which child of the parent, from 1; 0 of a shrink; -1 unknown
@@ -81,6 +83,10 @@ def from_event(comm: Communicator, event: np.void, version: int | None) -> None:
     flags, kind = int(event["flags"]), int(event["kind"])
     if flags & CommFlag.NAME:
         comm.name = printable(bytes(event["name"]).decode("utf-8", "replace"), 64)
+    if kind == CommKind.CONNECT and int(event["key"]) > 0:
+        # Without the ID flag the field carries the host of the store, and `key` its port.
+        host = event["id"].tobytes().split(b"\0", 1)[0].decode("utf-8", "replace")
+        comm.store = f"{printable(host, 64)}:{int(event['key'])}" if host else ""
     if flags & CommFlag.RANK:
         n_ranks, rank = int(event["n_ranks"]), int(event["rank"])
         if 1 <= n_ranks <= MAX_RANKS and 0 <= rank < n_ranks:
@@ -165,30 +171,31 @@ def from_structure(
     return False
 
 
-def gloo(comm: Communicator, facts: ProcessFacts, *, connected: bool) -> None:
+def gloo(comm: Communicator, facts: ProcessFacts) -> None:
     """Hash of a Gloo context. Needs its size and rank; the name is the prefix in the store.
 
-    With MASTER_ADDR and MASTER_PORT in the environment at exec, they and the prefix name it on
-    every host. Without, the workload does, or on one host the login session; and without a prefix
-    the order in which the process made its contexts of this size.
+    The store's address, or MASTER_ADDR and MASTER_PORT of the environment at exec, and the prefix
+    name it on every host. Without an address the workload does, or on one host the login session;
+    without a prefix the order in which the process made its contexts of this size.
     """
-    if comm.resolved or not 0 <= comm.rank < comm.n_ranks:
-        if not comm.resolved:
-            comm.reason = "size and rank not seen yet"
+    if comm.resolved:
+        return
+    if not 0 <= comm.rank < comm.n_ranks:
+        comm.reason = "size and rank not seen yet"
         return
     env = facts.environ
-    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    address = env.get("MASTER_ADDR", "")
+    store = comm.store or (f"{address}:{env.get('MASTER_PORT', '')}" if address else "")
     size = str(comm.n_ranks)
-    if comm.name and address:
-        comm.comm_hash = commhash.stable_hash("gloo", comm.name, address, port, size)
+    if comm.name and store:
+        comm.comm_hash = commhash.stable_hash("gloo", comm.name, store, size)
         comm.identity = STORE
         return
     number = facts.contexts[comm.n_ranks] = facts.contexts.get(comm.n_ranks, 0) + 1
-    where = f"{address}:{port}" if address else comm.workload or f"session {facts.session}"
+    where = store or comm.workload or f"session {facts.session}"
     label = comm.name or f"context {number}"
-    comm.comm_hash = commhash.stable_hash("gloo", label, where, "", size)
+    comm.comm_hash = commhash.stable_hash("gloo", label, where, size)
     comm.identity = ENVIRONMENT
-    comm.complete = comm.complete or connected
 
 
 def workload_of(environ: Mapping[str, str], variables: Sequence[str]) -> str:

@@ -45,7 +45,7 @@ class Pipeline:
         slots = self.registry.assign(records)
         if len(slots) and int(slots.max()) == NO_SLOT:
             placed = slots != NO_SLOT
-            records, slots = records[placed], slots[placed]
+            records, slots = events.rows_of(records, placed), slots[placed]
         self._rows += len(records)
         grouped = events.point_to_point(records)
         if not grouped.any():
@@ -55,8 +55,9 @@ class Pipeline:
             return
         if not grouped.all():
             alone = ~grouped
-            self.windows.add(events.collectives(records[alone], slots[alone], self._rules))
-            records, slots = records[grouped], slots[grouped]
+            single = events.rows_of(records, alone)
+            self.windows.add(events.collectives(single, slots[alone], self._rules))
+            records, slots = events.rows_of(records, grouped), slots[grouped]
         self.windows.add(*self.groups.add(records, slots, now_ns))
 
     @property

@@ -68,7 +68,7 @@ class Roles:
         if not len(operations):
             return role, hold
         lane_of = operations.slot.astype(np.int64) * 2 + operations.lane
-        order = np.argsort(lane_of.astype(np.uint32), kind="stable") if _mixed(lane_of) else None
+        order = _order(lane_of, operations.seq)
         if order is not None:
             operations, complete = operations.take(order), complete[order]
             lane_of, held_before = lane_of[order], held_before[order]
@@ -210,8 +210,15 @@ class Roles:
                 self._receive[at] = operations.receive_shape[rows]
 
 
-def _mixed(lane_of: I64) -> bool:
-    return bool((lane_of[1:] < lane_of[:-1]).any())
+def _order(lane_of: I64, seq: U32) -> I64 | None:
+    """By lane, and by number in it; None where the rows are in this order already.
+
+    Calls with vectors come by way of `groups`, later than their neighbours in the lane.
+    """
+    same = lane_of[1:] == lane_of[:-1]
+    if not (lane_of[1:] < lane_of[:-1]).any() and not (same & (seq[1:] < seq[:-1])).any():
+        return None
+    return np.lexsort((seq, lane_of))
 
 
 def classify(operations: Operations, n_ranks: U32, exchanging: Bool) -> tuple[U8, Bool]:

@@ -167,7 +167,8 @@ class Tables:
         first = self.base[table] + (rows - self.row_base[table])
         width = self.width[table]
         if len(table) and bool((table == table[0]).all()):
-            return np.add.outer(np.arange(ranks) * width[0], first)
+            outer: I64 = np.add.outer(np.arange(ranks) * width[0], first)
+            return outer
         return np.arange(ranks)[:, None] * width[None, :] + first[None, :]
 
     def laps_of(self, rows: I64) -> npt.NDArray[np.uint32]:
@@ -182,6 +183,9 @@ class Tables:
 
     def crowded(self, table: npt.NDArray[np.int32], seq: I64) -> list[tuple[int, int]]:
         """Tables too narrow for these events -> (table, rows needed)."""
+        newest, width = self.newest[table], self.width[table]
+        if newest.min() >= 0 and bool((np.abs(seq - newest) * 8 <= width * 3).all()):
+            return []
         low = np.full(len(self.newest), np.iinfo(np.int64).max)
         high = np.full(len(self.newest), -1)
         np.minimum.at(low, table, seq)
@@ -241,11 +245,15 @@ class Tables:
         claims = e.seq > self.tag[row]
         if claims.any():
             new = row[claims]
-            np.maximum.at(self.tag, new, e.seq[claims])
+            wanted = e.seq[claims]
+            self.tag[new] = wanted
+            if bool((self.tag[new] != wanted).any()):
+                np.maximum.at(self.tag, new, wanted)
+            new = self._unique(new)
             self.filled[new] = 0
             self.state[new] = OPEN
             self.since[new] = now_ns
-            np.maximum.at(self.newest, e.table[claims], e.seq[claims])
+            np.maximum.at(self.newest, self.table_of[new], self.tag[new])
         lap = ((e.seq // self.width[e.table]) & 0xFFFF).astype(np.uint32)
         meta = e.meta | (lap << META_LAP)
         current = self.tag[row] == e.seq
@@ -253,6 +261,7 @@ class Tables:
         old = self.meta[cell]
         again = current & (old & PRESENT != 0) & (old >> META_LAP == lap)
         bad = late | again
+        good: Bool | slice = slice(None)
         if bad.any():
             self.counts.duplicate += int(again.sum())
             overrun = ~current & claims
@@ -260,8 +269,6 @@ class Tables:
             self.counts.late += int((late & ~again & ~overrun).sum())
             good = ~bad
             cell, row, meta = cell[good], row[good], meta[good]
-        else:
-            good = slice(None)  # type: ignore[assignment]
         self.meta[cell] = meta
         self.arrival[cell] = e.arrival[good]
         self.duration[cell] = e.duration[good]
@@ -270,7 +277,10 @@ class Tables:
         self.wait[cell] = np.nan
         self.sync[cell] = e.sync[good]
         self.size[cell] = e.size[good]
-        np.add.at(self.filled, row, 1)
+        if len(row):
+            low = int(row.min())  # bincount over the span is ten times faster than np.add.at
+            added = np.bincount(row - low)
+            self.filled[low : low + len(added)] += added.astype(np.int32)
         return self._unique(row[self.filled[row] >= self.need[row]])
 
     def expire(self, before_ns: int) -> I64:
@@ -285,4 +295,5 @@ class Tables:
         """Each row once, in linear time: the last writer of a scratch cell keeps it."""
         order = np.arange(len(rows), dtype=np.int32)
         self.pick[rows] = order
-        return rows[self.pick[rows] == order]
+        kept: I64 = rows[self.pick[rows] == order]
+        return kept

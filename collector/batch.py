@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from lanterne.collector.errors import BatchRefused
 from lanterne.proto import telemetry_pb2 as pb
@@ -169,8 +171,8 @@ def decode(data: bytes, *, received_ns: int = 0, limits: Limits = Limits()) -> D
         node=message.node,
         epoch=message.epoch,
         sequence=message.sequence,
-        agent_version=_text("agent_version", message.agent_version, limits),
-        boot_id=_text("boot_id", message.boot_id, limits),
+        agent_version=_text("agent_version", message.agent_version, limits.text),
+        boot_id=_text("boot_id", message.boot_id, limits.text),
         start_ns=message.start_ns,
         end_ns=message.end_ns,
         realtime_offset_ns=message.realtime_offset_ns,
@@ -214,9 +216,9 @@ def _check_head(m: pb.Batch, limits: Limits) -> None:
         _refuse("stride", f"stride {m.stride} is not between 1 and {MAX_STRIDE}")
 
 
-def _text(field: str, value: str, limits: Limits) -> str:
-    if len(value) > limits.text:
-        _refuse("text", f"{field} has {len(value)} characters, the limit is {limits.text}")
+def _text(field: str, value: str, longest: int) -> str:
+    if len(value) > longest:
+        _refuse("text", f"{field} has {len(value)} characters, the limit is {longest}")
     if not value.isprintable():
         _refuse("text", f"{field} {value[:64]!r} holds characters that cannot be printed")
     return value
@@ -226,33 +228,46 @@ def _communicators(m: pb.Batch, limits: Limits) -> Communicators:
     rows = m.communicators
     if len(rows) > limits.communicators:
         _refuse("communicators", f"{len(rows)} communicators, the limit is {limits.communicators}")
-    for c in rows:
-        if not 1 <= c.n_ranks <= MAX_RANKS:
-            _refuse("n_ranks", f"n_ranks {c.n_ranks} is not between 1 and {MAX_RANKS}")
-        if c.rank >= c.n_ranks:
-            _refuse("rank", f"rank {c.rank} of a communicator of {c.n_ranks} ranks")
-        if c.library not in (1, 2):
-            _refuse("enumeration", f"library {c.library} is not 1 (nccl) or 2 (gloo)")
-        if not 0 <= c.identity <= 6:
-            _refuse("enumeration", f"identity {c.identity} is not between 0 and 6")
-        if c.pid_start_ticks >= TIME_LIMIT_NS:
-            _refuse("number", f"pid_start_ticks {c.pid_start_ticks} is beyond 2^62")
-        for field in ("name", "workload", "gpu_bus_id", "role"):
-            _text(f"communicator.{field}", getattr(c, field), limits)
+    if not rows:
+        return NO_COMMUNICATORS
     return Communicators(
-        comm_hash=tuple(c.comm_hash for c in rows),
-        n_ranks=tuple(c.n_ranks for c in rows),
-        rank=tuple(c.rank for c in rows),
-        pid=tuple(c.pid for c in rows),
-        pid_start_ticks=tuple(c.pid_start_ticks for c in rows),
-        library=tuple(int(c.library) for c in rows),
-        complete=tuple(c.complete for c in rows),
-        gpu_index=tuple(c.gpu_index for c in rows),
-        gpu_bus_id=tuple(c.gpu_bus_id for c in rows),
-        name=tuple(c.name for c in rows),
-        workload=tuple(c.workload for c in rows),
-        role=tuple(c.role for c in rows),
+        *zip(*(_communicator(c.SerializeToString(), limits.text) for c in rows), strict=True)
     )
+
+
+@lru_cache(maxsize=1 << 15)
+def _communicator(data: bytes, longest: int) -> tuple[object, ...]:
+    """Fields of one checked communicator. Cached: a batch repeats those of the one before it."""
+    c = pb.Communicator.FromString(data)
+    if not 1 <= c.n_ranks <= MAX_RANKS:
+        _refuse("n_ranks", f"n_ranks {c.n_ranks} is not between 1 and {MAX_RANKS}")
+    if c.rank >= c.n_ranks:
+        _refuse("rank", f"rank {c.rank} of a communicator of {c.n_ranks} ranks")
+    if c.library not in (1, 2):
+        _refuse("enumeration", f"library {c.library} is not 1 (nccl) or 2 (gloo)")
+    if not 0 <= c.identity <= 6:
+        _refuse("enumeration", f"identity {c.identity} is not between 0 and 6")
+    if c.pid_start_ticks >= TIME_LIMIT_NS:
+        _refuse("number", f"pid_start_ticks {c.pid_start_ticks} is beyond 2^62")
+    for field in ("name", "workload", "gpu_bus_id", "role"):
+        _text(f"communicator.{field}", getattr(c, field), longest)
+    return (
+        c.comm_hash,
+        c.n_ranks,
+        c.rank,
+        c.pid,
+        c.pid_start_ticks,
+        int(c.library),
+        c.complete,
+        c.gpu_index,
+        c.gpu_bus_id,
+        c.name,
+        c.workload,
+        c.role,
+    )
+
+
+NO_COMMUNICATORS = Communicators((), (), (), (), (), (), (), (), (), (), (), ())
 
 
 class _Columns:
@@ -356,24 +371,6 @@ def _traffic(m: pb.Traffic, communicators: Communicators, limits: Limits) -> Tra
     )
 
 
-GPU_VALUES = (
-    "utilization_ratio",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "temperature_celsius",
-    "power_watts",
-    "energy_joules",
-    "sm_clock_hertz",
-    "sm_clock_max_hertz",
-)
-PROCESS_OPTIONAL = (
-    "cpu_seconds",
-    "run_queue_seconds",
-    "rss_bytes",
-    "memory_pressure_ratio",
-    "cpu_pressure_ratio",
-)
-PROCESS_TOTALS = ("launches", "graph_launches", "syncs", "sync_ns", "captured_operations")
 HEALTH_TOTALS = (
     "events_read",
     "events_submitted",
@@ -384,15 +381,19 @@ HEALTH_TOTALS = (
 )
 
 
-def _optional(message: object, table: str, fields: tuple[str, ...]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for field in fields:
-        if message.HasField(field):  # type: ignore[attr-defined]
-            value = float(getattr(message, field))
+def _fields(message: Message, table: str, longest: int) -> dict[str, Any]:
+    """Present scalar fields by name; text checked, numbers finite."""
+    found: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():  # one call for all, where HasField is one each
+        name = descriptor.name
+        kind = type(value)
+        if kind is float:
             if not math.isfinite(value):
-                _refuse("number", f"{table}.{field} is {value}")
-            values[field] = value
-    return values
+                _refuse("number", f"{table}.{name} is {value}")
+        elif kind is str and (len(value) > longest or not value.isprintable()):
+            _text(f"{table}.{name}", value, longest)
+        found[name] = value
+    return found
 
 
 def _gpus(m: pb.Batch, limits: Limits) -> tuple[Gpu, ...]:
@@ -400,44 +401,38 @@ def _gpus(m: pb.Batch, limits: Limits) -> tuple[Gpu, ...]:
         _refuse("rows", f"{len(m.gpus)} gpus, the limit is {limits.gpus}")
     found = []
     for g in m.gpus:
-        if len(g.throttle_reasons) > limits.entries:
+        row = _fields(g, "gpu", limits.text)
+        reasons = tuple(row.pop("throttle_reasons", ()))
+        memory = dict(row.pop("process_memory_bytes", {}))
+        if len(reasons) > limits.entries:
             _refuse("rows", f"gpu.throttle_reasons has more than {limits.entries} entries")
-        if len(g.process_memory_bytes) > limits.processes:
+        if len(memory) > limits.processes:
             _refuse("rows", f"gpu.process_memory_bytes has more than {limits.processes} entries")
-        found.append(
-            Gpu(
-                index=g.index,
-                uuid=_text("gpu.uuid", g.uuid, limits),
-                bus_id=_text("gpu.bus_id", g.bus_id, limits),
-                name=_text("gpu.name", g.name, limits),
-                values=_optional(g, "gpu", GPU_VALUES),
-                throttle_reasons=tuple(
-                    _text("gpu.throttle_reasons", r, limits) for r in g.throttle_reasons
-                ),
-                process_memory_bytes=dict(g.process_memory_bytes),
-            )
-        )
+        for reason in reasons:
+            _text("gpu.throttle_reasons", reason, limits.text)
+        index, uuid = row.pop("index", 0), row.pop("uuid", "")
+        bus_id, name = row.pop("bus_id", ""), row.pop("name", "")
+        values = {k: float(v) for k, v in row.items()}
+        found.append(Gpu(index, uuid, bus_id, name, values, reasons, memory))
     return tuple(found)
+
+
+_PROCESS: dict[str, object] = {
+    "pid": 0,
+    "pid_start_ticks": 0,
+    "command": "",
+    "launches": 0,
+    "graph_launches": 0,
+    "syncs": 0,
+    "sync_ns": 0,
+    "captured_operations": 0,
+}
 
 
 def _processes(m: pb.Batch, limits: Limits) -> tuple[Mapping[str, object], ...]:
     if len(m.processes) > limits.processes:
         _refuse("rows", f"{len(m.processes)} processes, the limit is {limits.processes}")
-    found: list[Mapping[str, object]] = []
-    for p in m.processes:
-        row: dict[str, object] = {
-            "pid": p.pid,
-            "pid_start_ticks": p.pid_start_ticks,
-            "command": _text("process.command", p.command, limits),
-            "launches": p.launches,
-            "graph_launches": p.graph_launches,
-            "syncs": p.syncs,
-            "sync_ns": p.sync_ns,
-            "captured_operations": p.captured_operations,
-        }
-        row.update(_optional(p, "process", PROCESS_OPTIONAL))
-        found.append(row)
-    return tuple(found)
+    return tuple(_PROCESS | _fields(p, "process", limits.text) for p in m.processes)
 
 
 def _health(h: pb.Health) -> Mapping[str, float]:
@@ -447,13 +442,13 @@ def _health(h: pb.Health) -> Mapping[str, float]:
 def _losses(h: pb.Health, limits: Limits) -> Mapping[str, int]:
     if len(h.events_lost) > limits.entries:
         _refuse("rows", f"health.events_lost has more than {limits.entries} causes")
-    return {_text("health.events_lost", k, limits): v for k, v in h.events_lost.items()}
+    return {_text("health.events_lost", k, limits.text): v for k, v in h.events_lost.items()}
 
 
 def _sources(h: pb.Health, limits: Limits) -> Mapping[str, bool]:
     if len(h.source_success) > limits.entries:
         _refuse("rows", f"health.source_success has more than {limits.entries} sources")
-    return {_text("health.source_success", k, limits): v for k, v in h.source_success.items()}
+    return {_text("health.source_success", k, limits.text): v for k, v in h.source_success.items()}
 
 
 def _failed(h: pb.Health, limits: Limits) -> tuple[str, ...]:

@@ -41,8 +41,8 @@ class IngestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The gRPC service that agents report to."""
 
     address: Address = "0.0.0.0:4319"
-    max_agents: Annotated[int, _whole(1, 16384)] = 1024
-    max_message_bytes: Annotated[int, _whole(65_536, 1 << 28)] = 16 << 20
+    max_nodes: Annotated[int, _whole(1, 65_536)] = 8192
+    max_batch_bytes: Annotated[int, _whole(65_536, 1 << 28)] = 8 << 20
     queue_batches: Annotated[int, _whole(1, 65_536)] = 1024
 
 

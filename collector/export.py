@@ -60,7 +60,8 @@ class SnapshotCollector(Collector):
 
 
 class Exposition:
-    """The page /metrics, cached for as long as the snapshot stays the same."""
+    """The page /metrics. What the snapshot gives is written once a snapshot, `runtime` each time:
+    where the analysis fails the snapshot stays the same, and that must be seen."""
 
     def __init__(self, latest: Latest, runtime: Callable[[], Runtime]) -> None:
         self._latest = latest
@@ -72,19 +73,24 @@ class Exposition:
     def page(self, accept: str) -> tuple[str, bytes]:
         """(content type, body) for an Accept header."""
         openmetrics = "openmetrics" in choose_encoder(accept)[1]
-        snapshot = self._latest()
-        with self._lock:  # one thread renders, the others wait for its page
-            if snapshot is None or snapshot is not self._of:
-                self._of, self._pages = snapshot, {}
-            body = self._pages.get(openmetrics)
-            if body is None:
-                body = write(families(snapshot, self._runtime()), openmetrics=openmetrics)
-                self._pages[openmetrics] = body
+        own = write(families(None, self._runtime()), openmetrics=openmetrics)
+        body = self._snapshot_part(openmetrics) + own
         return OPENMETRICS_1_0_0 if openmetrics else CONTENT_TYPE_PLAIN_0_0_4, body
 
+    def _snapshot_part(self, openmetrics: bool) -> bytes:
+        snapshot = self._latest()
+        with self._lock:  # one thread writes, the others wait for its page
+            if snapshot is not self._of:
+                self._of, self._pages = snapshot, {}
+            part = self._pages.get(openmetrics)
+            if part is None:
+                part = write(families(snapshot, None), openmetrics=openmetrics, end=False)
+                self._pages[openmetrics] = part
+        return part
 
-def write(found: Iterable[Family], *, openmetrics: bool = False) -> bytes:
-    """The text exposition format 0.0.4, or OpenMetrics 1.0.0."""
+
+def write(found: Iterable[Family], *, openmetrics: bool = False, end: bool = True) -> bytes:
+    """The text exposition format 0.0.4, or OpenMetrics 1.0.0 (`end`: with its end mark)."""
     out: list[str] = []
     # Ranks' points share their labels across families: each label set is formatted once. Keyed by
     # identity, hence the families are held until the end.
@@ -102,7 +108,7 @@ def write(found: Iterable[Family], *, openmetrics: bool = False) -> bytes:
             # repr is what _go_number gives up to a million.
             number = repr(value) if -1e6 < value < 1e6 else _go_number(value)
             out.append(f"{sample}{text} {number}\n")
-    if openmetrics:
+    if openmetrics and end:
         out.append("# EOF\n")
     return "".join(out).encode()
 

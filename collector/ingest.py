@@ -1,7 +1,7 @@
 """The gRPC side: frames in, acknowledgements out. The only file that knows grpc.
 
 One event loop in its own thread serves every agent (a thread per stream would be thousands).
-Decoding happens here; what passes goes to `on_item`, which must not block and says whether it took
+Decoding happens here; what passes goes to `on_batch`, which must not block and says whether it took
 the item (False: full, the agent is told to keep the batch and come again). A batch is acknowledged
 only once it has been taken. If the collector is killed after that, what it knew is gone with it, so
 a batch resent to the next one counts once.
@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as default
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 
 from lanterne.collector.batch import DecodedBatch, Limits, check_node, decode
 from lanterne.collector.clock import ClockObservation
@@ -43,19 +45,19 @@ class IngestConfig:
 
 
 class Ingest:
-    """start(address) -> port; stop(). Counters may be read from any thread."""
+    """listen(address) -> port; start(); stop(). Counters may be read from any thread."""
 
     def __init__(
         self,
         *,
-        on_item: Callable[[Item], bool],
+        on_batch: Callable[[Item], bool],
         stride: Callable[[], int] = lambda: 1,
         config: IngestConfig | None = None,
     ) -> None:
-        """on_item: takes a DecodedBatch or ClockObservation without blocking; False when full.
+        """on_batch: takes a DecodedBatch or ClockObservation without blocking; False when full.
         stride: what to ask of the agents in the next Ack. Both are called in the server's thread.
         """
-        self._on_item = on_item
+        self._on_batch = on_batch
         self._stride = stride
         self._config = config or IngestConfig()
         self._seen = Seen(self._config.nodes)
@@ -72,7 +74,8 @@ class Ingest:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: grpc.aio.Server | None = None
-        self._health: health.aio.HealthServicer | None = None
+        self._health: Any = None
+        self._serving = False
 
     # ---- reading, from any thread
 
@@ -90,14 +93,14 @@ class Ingest:
 
     # ---- life
 
-    def start(self, address: str) -> int:
-        """Listen on "host:port" (port 0: any free one) -> the port. Raises ListenError."""
+    def listen(self, address: str) -> int:
+        """Bind "host:port" (port 0: any free one) -> the port. Raises ListenError."""
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="ingest", daemon=True)
         thread.start()
         self._loop, self._thread = loop, thread
         try:
-            port = asyncio.run_coroutine_threadsafe(self._start(address), loop).result()
+            port = asyncio.run_coroutine_threadsafe(self._bind(address), loop).result()
         except (RuntimeError, OSError) as error:
             self._join()
             raise ListenError(
@@ -106,7 +109,7 @@ class Ingest:
             ) from None
         return port
 
-    async def _start(self, address: str) -> int:
+    async def _bind(self, address: str) -> int:
         c = self._config
         server = grpc.aio.server(
             options=[
@@ -128,18 +131,32 @@ class Ingest:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Report": handler}),)
         )
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port: int = server.add_insecure_port(address)
         if port == 0:
             raise OSError("the address cannot be bound")
-        await server.start()
         self._server = server
-        await self._set_health(True)
         return port
+
+    def start(self) -> None:
+        """Serve, and say so to health checks; call `listen` before."""
+        if self._loop is None:
+            raise ListenError("listen(address) must be called before start()")
+        asyncio.run_coroutine_threadsafe(self._run(), self._loop).result()
+        self.set_serving(True)
+
+    async def _run(self) -> None:
+        if self._server is not None:
+            await self._server.start()
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
 
     def set_serving(self, serving: bool) -> None:
         """What the gRPC health service says, for "" and for lanterne.v1.Telemetry."""
+        self._serving = serving
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._set_health(serving), self._loop).result()
 
@@ -154,6 +171,7 @@ class Ingest:
         """Say NOT_SERVING, take no new streams, end the open ones, and return. Idempotent."""
         if self._loop is None:
             return
+        self._serving = False
         asyncio.run_coroutine_threadsafe(self._stop(grace_seconds), self._loop).result()
         self._join()
 
@@ -234,7 +252,7 @@ class Ingest:
         limit = 1 << 62
         if max(c.agent_sent_ns, c.collector_received_ns, c.collector_sent_ns) >= limit:
             return
-        taken = c.agent_received_ns < limit and self._on_item(
+        taken = c.agent_received_ns < limit and self._on_batch(
             ClockObservation(
                 node=frame.node,
                 agent_sent_ns=c.agent_sent_ns,
@@ -255,7 +273,7 @@ class Ingest:
         elif verdict == "stale":
             reason = f"epoch {batch.epoch} is older than those remembered: cannot rule out a repeat"
             self._refuse(ack, "stale_epoch", reason)
-        elif self._on_item(batch):
+        elif self._on_batch(batch):
             self._seen.add(batch.node, batch.epoch, batch.sequence)
             self._counts["batches_accepted"] += 1
             ack.status = pb.STATUS_ACCEPTED

@@ -51,6 +51,7 @@ def _communicator(comm: CommunicatorView) -> dict[str, object]:
         "ranks_seen": comm.ranks_seen,
         "evidence": EVIDENCE[comm.evidence],
         "absent_reason": comm.absent_reason,
+        "absent_code": comm.absent_code,
         "wait_share": comm.wait_share,
         "complete_share": comm.complete_share,
         "instances": comm.instances,

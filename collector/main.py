@@ -16,41 +16,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lanterne.collector.analyse.engine import Engine, EngineConfig
+from lanterne.collector.batch import Limits
+from lanterne.collector.cli import flags, parser, this_version, with_command
 from lanterne.collector.config import ENV_CONFIG, CollectorConfig, load, split_address
-from lanterne.collector.errors import CollectorError
+from lanterne.collector.errors import CollectorError, ConfigError, ListenError
 from lanterne.collector.export import Exposition
 from lanterne.collector.http import App, HttpServer
-from lanterne.collector.ingest import Ingest
+from lanterne.collector.ingest import Ingest, IngestConfig
 from lanterne.collector.loop import Loop
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import Snapshot
 from lanterne.collector.top import FetchError, top
 
 log = logging.getLogger("lanterne.collector")
-
-DESCRIPTION = """\
-Receives what lanterne-agent sees on every GPU node, works out which rank the others
-wait for, and exports it to Prometheus."""
-
-EPILOG = """\
-commands:
-  lanterne-collector [run]         receive and analyse (the default)
-  lanterne-collector top           the worst ranks, live in this terminal
-  lanterne-collector COMMAND -h    the options of one command
-
-first steps:
-  lanterne-collector               listens for agents on 0.0.0.0:4319,
-                                   serves http://0.0.0.0:9478/metrics
-  lanterne-agent                   on each node, as root; it reports to 127.0.0.1:4319
-                                   unless told otherwise
-  lanterne-collector top           who is everybody waiting for?
-
-Every setting can also be given in a TOML file (--config) or in the environment
-(LANTERNE_COLLECTOR_<SECTION>_<KEY>); lanterne-collector.toml in the package shows them all."""
 
 
 def run(argv: Sequence[str] | None = None) -> None:
@@ -59,12 +40,12 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(_with_command(argv))
+    arguments = parser().parse_args(with_command(argv))
     if arguments.command == "top":
         return _top(arguments)
     try:
         path = arguments.config or os.environ.get(ENV_CONFIG) or None
-        config = load(Path(path) if path else None, os.environ, _flags(arguments))
+        config = load(Path(path) if path else None, os.environ, flags(arguments))
     except CollectorError as error:
         print(f"lanterne-collector: {error}", file=sys.stderr)
         return 2
@@ -83,72 +64,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _with_command(argv: Sequence[str]) -> list[str]:
-    """`run` is what is meant where no command is named."""
-    if argv and argv[0] in ("run", "top", "-h", "--help", "--version"):
-        return list(argv)
-    return ["run", *argv]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lanterne-collector",
-        usage="lanterne-collector [run | top] [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
-    start = commands.add_parser("run", description="Receive, analyse and serve until stopped.")
-    start.add_argument("--version", action="version", version=f"lanterne-collector {_version()}")
-    start.add_argument("--config", metavar="FILE", help=f"TOML file (or the variable {ENV_CONFIG})")
-    start.add_argument("--check-config", action="store_true", help="check the settings and end")
-    start.add_argument(
-        "--ingest-address", metavar="HOST:PORT", help="where agents report to; port 0: a free one"
-    )
-    start.add_argument("--http-address", metavar="HOST:PORT", help="metrics, JSON and health pages")
-    start.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
-    start.add_argument(
-        "--ports-file", metavar="FILE", type=Path, help="write the ports in use there, as JSON"
-    )
-    watch = commands.add_parser("top", description="The worst ranks, live. Ctrl-C ends.")
-    watch.add_argument(
-        "--address",
-        metavar="URL",
-        default="127.0.0.1:9478",
-        help="HTTP address of the collector (default: %(default)s)",
-    )
-    watch.add_argument("--once", action="store_true", help="print once and end")
-    watch.add_argument(
-        "--interval",
-        metavar="SECONDS",
-        type=_interval,
-        default=1.0,
-        help="time between updates (default: %(default)s)",
-    )
-    return parser
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0.1 to 3600")
-    return seconds
-
-
-def _flags(arguments: argparse.Namespace) -> Mapping[str, object]:
-    given = {
-        "ingest.address": arguments.ingest_address,
-        "http.address": arguments.http_address,
-        "log.level": arguments.log_level,
-    }
-    return {key: value for key, value in given.items() if value is not None}
-
-
 class Collector:
     """All parts of one running collector."""
 
@@ -161,6 +76,7 @@ class Collector:
                 deadline_seconds=analysis.deadline_seconds,
                 idle_seconds=analysis.idle_seconds,
                 ended_seconds=analysis.ended_seconds,
+                nodes=config.ingest.max_nodes,
             ),
             boot_id=_boot_id(),
         )
@@ -170,10 +86,23 @@ class Collector:
             depth=config.ingest.queue_batches,
             seconds=analysis.snapshot_seconds,
         )
-        self._ingest = Ingest(on_batch=self._loop.offer)
+        self._ingest = Ingest(
+            on_batch=self._loop.offer,
+            stride=lambda: self._engine.stride,
+            config=IngestConfig(
+                limits=Limits(batch_bytes=config.ingest.max_batch_bytes),
+                nodes=config.ingest.max_nodes,
+            ),
+        )
 
     def _snapshot(self, now: float) -> Snapshot:
-        return self._engine.snapshot(now, now_ns=time.monotonic_ns())
+        return self._engine.snapshot(
+            now,
+            now_ns=time.monotonic_ns(),
+            ingest=self._ingest.counts(),
+            refused=self._ingest.refused(),
+            connected=self._ingest.connected(),
+        )
 
     def run_until_signal(self, ports_file: Path | None) -> int:
         """Raises ListenError. Stops on SIGTERM or SIGINT."""
@@ -182,7 +111,13 @@ class Collector:
             signal.signal(number, lambda *_: stop.set())
         http = self._listen_http()
         try:
-            self._start(http, ports_file)
+            ingest_port = self._listen_ingest()
+        except ListenError:
+            http.stop()
+            raise
+        # Both sockets are bound: now it can only be stopped.
+        try:
+            self._start(http, ingest_port, ports_file)
             stop.wait()
         finally:
             self._stop(http, ports_file)
@@ -195,25 +130,25 @@ class Collector:
         http = self._config.http
         return HttpServer(app, host, port, threads=http.threads, timeout=http.timeout_seconds)
 
-    def _start(self, http: HttpServer, ports_file: Path | None) -> None:
-        # Both sockets are bound before anything runs: a port in use ends it at once.
-        ingest_port = self._ingest.listen(self._config.ingest.address)
+    def _listen_ingest(self) -> int:
+        try:
+            return self._ingest.listen(self._config.ingest.address)
+        except ListenError as error:
+            raise ListenError(f"{error} Choose another address with --ingest-address") from error
+
+    def _start(self, http: HttpServer, ingest_port: int, ports_file: Path | None) -> None:
         self._loop.start()
         self._ingest.start()
         http.start()
-        ingest_host, _ = split_address(self._config.ingest.address)
-        http_host, _ = split_address(self._config.http.address)
+        ingest_host = self._config.ingest.address.rpartition(":")[0]
+        http_host = self._config.http.address.rpartition(":")[0]
         log.info("agents report to %s:%d (gRPC)", ingest_host, ingest_port)
         log.info("metrics at http://%s:%d/metrics", http_host, http.port)
         if ports_file is not None:
-            # Renamed into place, so that a reader never sees half of it.
-            part = ports_file.with_name(ports_file.name + ".part")
-            part.write_text(json.dumps({"ingest": ingest_port, "http": http.port}) + "\n")
-            part.replace(ports_file)
+            _write_ports(ports_file, {"ingest": ingest_port, "http": http.port})
 
     def _stop(self, http: HttpServer, ports_file: Path | None) -> None:
         """First nothing comes in, then what came in is worked off, then nobody can look."""
-        log.info("stopping")
         self._ingest.stop()
         log.info("no longer listening for agents")
         self._loop.stop()
@@ -225,7 +160,7 @@ class Collector:
 
     def _runtime(self) -> Runtime:
         return Runtime(
-            version=_version(), queue_depth=self._loop.depth, engine_errors=self._loop.errors
+            version=this_version(), queue_depth=self._loop.depth, engine_errors=self._loop.errors
         )
 
     def _ready(self) -> Mapping[str, str]:
@@ -241,6 +176,19 @@ class Collector:
             if latest is None
             else f"{age:.0f} s old, the limit is {limit:g} s",
         }
+
+
+def _write_ports(path: Path, ports: Mapping[str, int]) -> None:
+    """Renamed into place, so that a reader never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(json.dumps(ports) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--ports-file {path}: cannot be written ({error.strerror}); name a file in a folder "
+            "that exists and can be written"
+        ) from error
 
 
 def _boot_id() -> str:
@@ -263,10 +211,3 @@ def _top(arguments: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt:
         return 0
-
-
-def _version() -> str:
-    try:
-        return version("lanterne")
-    except PackageNotFoundError:
-        return "unknown"

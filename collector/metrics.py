@@ -141,8 +141,14 @@ _add("counter", "lanterne_collector_batches_total", ("status",),
      "Batches received, by how they were answered.")
 _add("counter", "lanterne_collector_batches_refused_total", ("reason",),
      "Batches refused as invalid, by reason.")
-_add("counter", "lanterne_collector_rows_total", ("kind",),
-     "Rows taken in, and rows left out by cause.")
+_add("counter", "lanterne_collector_frames_total", (),
+     "Frames received, those without a batch included.")
+_add("counter", "lanterne_collector_rows_total", ("status",),
+     "Operations of ranks received, and those that could not be aligned, by cause.")
+_add("counter", "lanterne_collector_dropped_total", ("reason",),
+     "What else the collector's bounds made it leave out, by cause.")
+_add("gauge", "lanterne_collector_alignment_cells", (),
+     "Operations of ranks for which alignment holds room.")
 _add("counter", "lanterne_collector_engine_errors_total", (),
      "Batches or snapshots that failed in the analysis: each is a defect worth reporting.")
 # fmt: on

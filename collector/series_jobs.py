@@ -6,7 +6,6 @@ with the same labels: counters and histograms of one label set are added up, gau
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +25,6 @@ from lanterne.collector.snapshot import (
 
 # Buckets end at 2^10 ns (1 us) to 2^36 ns (69 s): fixed, so that every scrape has the same `le`s.
 BUCKET_EXPONENTS = range(10, 37)
-REASON_CHARACTERS = 200
-_NUMBER = re.compile(r"\d[\d.]*(e[+-]?\d+)?")
 
 Key = tuple[str, ...]
 
@@ -212,7 +209,8 @@ def _communicators(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
         seen[key] = seen.get(key, 0.0) + comm.ranks_seen
         if not np.isnan(comm.complete_share):
             complete[key] = min(complete.get(key, 1.0), comm.complete_share)
-        reason = _reason(comm.absent_reason)
+        # The code, not the text: numbers in that would make a new series each time.
+        reason = comm.absent_code or ("other" if comm.absent_reason else "none")
         absent[*key, reason] = float(reason != "none")
     for name, values in (
         ("lanterne_communicator_info", info),
@@ -226,8 +224,3 @@ def _communicators(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
             metric,
             [Point(name, dict(zip(metric.labels, k, strict=True)), v) for k, v in values.items()],
         )
-
-
-def _reason(text: str) -> str:
-    """A label value of few different ones: numbers in the text would make a series of each."""
-    return _NUMBER.sub("N", " ".join(text.split()))[:REASON_CHARACTERS] or "none"

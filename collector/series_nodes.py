@@ -11,7 +11,6 @@ from lanterne.collector.snapshot import GpuView, NodeView, Snapshot
 
 Rows = Sequence[tuple[tuple[str, ...], float]]
 
-_BATCHES = "batches_"
 # proto Gpu field -> metric
 _GPU_VALUES = {
     "utilization_ratio": "lanterne_gpu_utilization_ratio",
@@ -122,16 +121,29 @@ def _gpus(gpus: tuple[GpuView, ...], nodes: list[str]) -> Iterator[Family]:
 
 def _ingest(snapshot: Snapshot) -> Iterator[Family]:
     ingest: Mapping[str, int] = snapshot.ingest
-    batches = {k.removeprefix(_BATCHES): v for k, v in ingest.items() if k.startswith(_BATCHES)}
-    others = {k: v for k, v in ingest.items() if not k.startswith(_BATCHES)}
-    yield _family(
-        "lanterne_collector_batches_total", [((k,), float(v)) for k, v in batches.items()]
-    )
-    yield _family(
-        "lanterne_collector_batches_refused_total",
-        [((k,), float(v)) for k, v in sorted(snapshot.refused.items())],
-    )
-    yield _family("lanterne_collector_rows_total", [((k,), float(v)) for k, v in others.items()])
+    left = dict(ingest)
+    batches = _with_prefix(left, "batches_")
+    rows = {"taken": left.pop("rows", 0)} | _with_prefix(left, "rows_")
+    named = {
+        "lanterne_collector_frames_total": left.pop("frames", None),
+        "lanterne_collector_alignment_cells": left.pop("cells_used", None),
+    }
+    yield _labelled("lanterne_collector_batches_total", batches)
+    yield _labelled("lanterne_collector_batches_refused_total", snapshot.refused)
+    yield _labelled("lanterne_collector_rows_total", rows)
+    yield _labelled("lanterne_collector_dropped_total", left)
+    for name, value in named.items():
+        yield _family(name, [] if value is None else [((), float(value))])
     yield _family("lanterne_collector_snapshot_timestamp_seconds", [((), snapshot.taken_at)])
     yield _family("lanterne_collector_ranks", [((), float(len(snapshot.ranks.rank)))])
     yield _family("lanterne_collector_communicators", [((), float(len(snapshot.communicators)))])
+
+
+def _with_prefix(counts: dict[str, int], prefix: str) -> dict[str, int]:
+    """Takes these counts out, their names without the prefix."""
+    names = [name for name in counts if name.startswith(prefix)]
+    return {name.removeprefix(prefix): counts.pop(name) for name in names}
+
+
+def _labelled(name: str, counts: Mapping[str, int]) -> Family:
+    return _family(name, [((label,), float(value)) for label, value in sorted(counts.items())])

@@ -85,6 +85,7 @@ class CommunicatorView:
     traffic: I64 | None = None
     # skew, gini, balancedness of the bytes that each rank received in the span; absent: unknown
     load: Mapping[str, float] = field(default_factory=dict)
+    absent_code: str = ""  # absent_reason as a label value: one of few, without numbers
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def fetch(address: str, *, limit: int = 100) -> View:
 
 
 def top(address: str, *, once: bool, interval: float, console: Console | None = None) -> int:
-    """Shows until Ctrl-C. Returns the exit status."""
+    """Shows until Ctrl-C. Returns the exit status; raises FetchError where the address is none."""
+    base_url(address)
     out = console or Console(highlight=False)
     if once:
         return _once(out, address)

@@ -17,6 +17,8 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
+OWN_ROWS, OWN_CELLS = 192, 1 << 20  # of one communicator in one window, kept for medians
+
 
 class Accounts:
     def __init__(
@@ -42,30 +44,44 @@ class Accounts:
 
     def _count(self, j: Judged, base_of: I64) -> None:
         window, pane = self._window, self._window.current
-        np.add.at(pane.outcome, (j.slot, j.outcome), 1)
+        starts = _starts(j.slot)
+        slots = j.slot[starts]
+
+        def count(chosen: Bool) -> I64:
+            counted: I64 = np.add.reduceat(chosen, starts, dtype=np.int64)
+            return counted
+
+        for outcome in np.unique(j.outcome).tolist():
+            pane.outcome[slots, outcome] += count(j.outcome == outcome)
         scored = j.outcome == w.SCORED
-        np.add.at(pane.evidence, (j.slot[scored], j.evidence[scored]), 1)
-        np.add.at(pane.rows, j.slot, 1)
-        np.add.at(window.instances, j.slot, 1)
-        whole = j.slot[j.complete]
-        np.add.at(pane.complete, whole, 1)
-        np.add.at(window.complete_total, whole, 1)
-        # The communicator's own time line: arrivals of its first known rank, so of one clock.
-        reference = np.zeros(len(base_of), np.int64)
-        for slot in np.unique(j.slot).tolist():
-            known = self._registry.process[base_of[slot] : base_of[slot] + j.ranks] >= 0
-            reference[slot] = int(known.argmax())
+        for evidence in np.unique(j.evidence[scored]).tolist():
+            pane.evidence[slots, evidence] += count(scored & (j.evidence == evidence))
+        rows, whole = np.diff(np.append(starts, len(j.slot))), count(j.complete)
+        pane.rows[slots] += rows
+        pane.complete[slots] += whole
+        window.instances[slots] += rows
+        window.complete_total[slots] += whole
+        self._time_line(j, starts, slots, base_of)
+
+    def _time_line(self, j: Judged, starts: I64, slots: I64, base_of: I64) -> None:
+        """First and last arrival, of each communicator's first known rank: so of one clock."""
+        window, pane = self._window, self._window.current
+        members = base_of[slots][:, None] + np.arange(j.ranks)
+        first = (self._registry.process[members] >= 0).argmax(axis=1)
+        lane = np.repeat(first, np.diff(np.append(starts, len(j.slot))))
         columns = np.arange(len(j.rows))
-        lane = reference[j.slot]
         at, end = j.arrival[lane, columns], j.duration[lane, columns].astype(np.int64)
+        end += at
+        early = at
         if j.present is not None:
             there = j.present[lane, columns]
-            at, end, slots = at[there], end[there], j.slot[there]
-        else:
-            slots = j.slot
-        np.minimum.at(pane.first_ns, slots, at)
-        np.maximum.at(pane.last_ns, slots, at)
-        np.maximum.at(window.last_end, slots, at + end)
+            early = np.where(there, at, np.iinfo(np.int64).max)
+            at, end = np.where(there, at, -1), np.where(there, end, 0)
+        pane.first_ns[slots] = np.minimum(pane.first_ns[slots], np.minimum.reduceat(early, starts))
+        pane.last_ns[slots] = np.maximum(pane.last_ns[slots], np.maximum.reduceat(at, starts))
+        window.last_end[slots] = np.maximum(
+            window.last_end[slots], np.maximum.reduceat(end, starts)
+        )
 
     def _sum(self, j: Judged, evidence: int, pick: I64, blame: F64, base_of: I64) -> None:
         pane, window = self._window.current, self._window
@@ -82,8 +98,11 @@ class Accounts:
         window.wait_total[evidence][members] += summed
         charged = np.nan_to_num(blame[pick], nan=0.0)
         culprit = base_of[slot] + j.last[pick]
-        np.add.at(pane.blame[evidence], culprit, charged)
-        np.add.at(window.blame_total[evidence], culprit, charged)
+        low = int(culprit.min())
+        per_member = np.bincount(culprit - low, weights=charged)
+        span = slice(low, low + len(per_member))
+        pane.blame[evidence][span] += per_member
+        window.blame_total[evidence][span] += per_member
         if evidence != ops.ENQUEUE:
             transfer = np.broadcast_to(j.transfer[pick], wait.shape)
             summed = np.add.reduceat(np.where(missing, 0.0, transfer), starts, axis=1)
@@ -92,7 +111,8 @@ class Accounts:
 
     def _histogram(self, wait: F32, slot: I64, op: npt.NDArray[np.uint8], evidence: int) -> None:
         """Waits binned by [2^b, 2^(b+1)) ns, per communicator, operation and evidence."""
-        keys = totals.key(slot, op.astype(np.int64), np.int64(0), np.int64(evidence))
+        same = np.full(len(slot), evidence, np.int64)
+        keys = totals.key(slot, op.astype(np.int64), np.zeros_like(same), same)
         distinct, code = np.unique(keys, return_inverse=True)
         exponent = (np.maximum(wait, np.float32(1)).view(np.int32) >> 23) - 127
         missing = np.isnan(wait)
@@ -123,7 +143,7 @@ class Accounts:
         )
         distinct, code = np.unique(keys, return_inverse=True)
         groups = np.array([self._kind(int(k)) for k in distinct])[code]
-        known = groups >= 0
+        known = (groups >= 0) & self._sampled(j, pick)
         if not known.all():
             pick, groups, whole = pick[known], groups[known], False
         if not len(pick):
@@ -139,6 +159,17 @@ class Accounts:
             )
         )
 
+    def _sampled(self, j: Judged, pick: I64) -> Bool:
+        """Rows to keep: at random where a window brings more than its medians need."""
+        most = max(OWN_ROWS, OWN_CELLS // j.ranks)
+        slot = j.slot[pick]
+        brought = np.maximum(self._window.closed.rows[slot], self._window.current.rows[slot])
+        every = np.maximum(-(-brought // most), 1)
+        # Hashed, not counted: operations alternate, a fixed step would always meet the same kind.
+        mixed = (self._tables.tag[j.rows[pick]] * 2_654_435_761 & 0xFFFFFFFF) >> 12
+        sampled: Bool = mixed % every == 0
+        return sampled
+
     def _kind(self, value: int) -> int:
         """slot * KINDS + number of this kind of operation; -1 beyond KINDS kinds."""
         number, op, role, evidence = totals.unkey(value)
@@ -153,7 +184,12 @@ class Accounts:
         return number * KINDS + kind
 
 
+def _starts(slot: I64) -> I64:
+    """Where each communicator's rows begin; rows are sorted by communicator."""
+    return np.flatnonzero(np.concatenate([[True], slot[1:] != slot[:-1]]))
+
+
 def _runs(slot: I64, base_of: I64, ranks: int) -> tuple[I64, I64]:
     """Where each communicator's rows begin, and its members: -> starts [S], members [rank, S]."""
-    starts = np.flatnonzero(np.concatenate([[True], slot[1:] != slot[:-1]]))
+    starts = _starts(slot)
     return starts, base_of[slot[starts]] + np.arange(ranks)[:, None]

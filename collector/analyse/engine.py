@@ -293,7 +293,8 @@ class Engine:
         self.traffic.close()
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
         stats = verdicts.kind_stats(blocks)
-        spans = self.window.closed.span_ns
+        spans, outcome = self.window.closed.span_ns, self.window.closed.outcome
+        timed = outcome[:, w.SCORED] + outcome[:, w.CLOCK]
         by_size: dict[int, list[int]] = {}
         for number, slot in enumerate(self.registry.slots):
             if slot is None:
@@ -312,6 +313,7 @@ class Engine:
                     part,
                     np.array([s.base for s in slots]),
                     ranks,
+                    timed[part],
                     spans[part],
                     [{k: v for v, k in s.kinds.items()} for s in slots],
                 )

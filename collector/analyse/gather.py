@@ -66,7 +66,7 @@ def collect(batches: list[tuple[DecodedBatch, Resolved]]) -> Flow | None:
         keep = np.flatnonzero(slot >= 0)
         order = keep[np.argsort(key[keep], kind="stable")]
     elif bool((key[1:] < key[:-1]).any()):
-        order = np.argsort(key)
+        order = np.argsort(key, kind="stable")  # a merge of sorted runs: the common case
 
     def join(name: str) -> npt.NDArray[np.generic]:
         joined: npt.NDArray[np.generic] = np.concatenate(
@@ -81,7 +81,7 @@ def collect(batches: list[tuple[DecodedBatch, Resolved]]) -> Flow | None:
     member = np.concatenate([r.member for _, r in some])[index][order]
     one = max(strides) == 1
     return Flow(
-        table=slot * 2 + join("lane"),  # type: ignore[arg-type]
+        table=slot * 2 + join("lane").astype(np.int32),
         slot=slot,
         rank=rank,
         member=member,
@@ -134,12 +134,12 @@ class Carry:
         if len(process):
             own_gap[pick], prev[pick], foreign[pick] = self._chain(f, cell, pick, process)
         meta = (
-            np.uint32(PRESENT)
+            PRESENT
             | (f.evidence.astype(np.uint32) << META_EVIDENCE)
             | (f.role.astype(np.uint32) << META_ROLE)
             | (((f.flags & ~np.uint8(1)) | foreign).astype(np.uint32) << META_FLAGS)
             | (f.op.astype(np.uint32) << META_OP)
-        )
+        ).astype(np.uint32)
         return Events(
             table=f.table,
             rank=f.rank,
@@ -171,10 +171,10 @@ class Carry:
             before[first] = carried[process[first]]
             return before
 
-        before = shift(arrival, self.arrival)
+        before: I64 = shift(arrival, self.arrival).astype(np.int64)
         gap = own.before_wait(
             arrival,
-            before,  # type: ignore[arg-type]
+            before,
             shift(duration, self.duration),  # type: ignore[arg-type]
             stride,
         )

@@ -79,4 +79,5 @@ def local_hit(assignments: Numbers, rank_of_source: int) -> tuple[float, float]:
 
 def rank_load(matrix: npt.NDArray[np.int64]) -> F64:
     """Bytes that each rank receives, from a [sender, receiver] traffic matrix."""
-    return matrix.sum(axis=0).astype(np.float64)
+    received: F64 = matrix.sum(axis=0).astype(np.float64)
+    return received

@@ -31,13 +31,17 @@ NAMES = {
     255: "unknown",
 }
 
-ALL_REDUCE, ALL_GATHER, P2P_GROUP = 4, 2, 34
+ALL_REDUCE, ALL_GATHER, ALL_TO_ALL_V, P2P_GROUP = 4, 2, 32, 34
 
 # No rank can finish before every rank has arrived: only these have a barrier wait. Rooted
 # operations and plain send/recv do not; a group of sends and receives does where it is the
 # dispatch or combine of an expert layer.
 SYMMETRIC: npt.NDArray[np.bool_] = np.zeros(256, dtype=bool)
 SYMMETRIC[[2, 3, 4, 8, 11, 32, 33]] = True
+
+# Names of one and the same exchange, as the ranks' own parts in it look.
+POINT_TO_POINT: npt.NDArray[np.bool_] = np.zeros(256, dtype=bool)
+POINT_TO_POINT[[8, 32, 34]] = True
 
 # Every rank must name the same size: a difference means that different calls were aligned.
 EQUAL_BYTES: npt.NDArray[np.bool_] = np.zeros(256, dtype=bool)

@@ -51,7 +51,9 @@ def medians(own: F32) -> tuple[F64, F64, I64]:
 
     median = (at((some - 1) // 2) + at(some // 2)) / 2
     cut = at(np.minimum((some * WINSOR).astype(np.int64), some - 1))
-    mean = np.nansum(np.minimum(ordered, cut[..., None]), axis=-1, dtype=np.float64) / some
+    # The cut is at most the last number, so np.fmin also turns NaN into it: taken off again.
+    filled = np.fmin(ordered, cut[..., None].astype(np.float32)).sum(axis=-1, dtype=np.float64)
+    mean = (filled - cut * (own.shape[-1] - count)) / some
     median[count == 0] = np.nan
     mean[count == 0] = np.nan
     return median, mean, count

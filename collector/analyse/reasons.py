@@ -1,4 +1,4 @@
-"""Why waits are absent, in words for people. Text, not label values: it may change."""
+"""Why waits are absent: a code, which is a label value, and words for people, which may change."""
 
 from __future__ import annotations
 
@@ -10,15 +10,32 @@ from lanterne.collector.analyse.waits import MIN_COVERAGE
 
 EVIDENCE_SHARE = 0.3  # of the symmetric operations; below, what is seen is not the job's waiting
 
-_TEXT = {
-    w.ORDER_ONLY: "collectives are enqueued ahead of the GPU (host runs ahead); "
-    "needs device evidence",
-    w.MIXED: "evidence differs between the ranks of the same operation",
-    w.MISALIGNED: "the ranks' operations do not match at the same sequence number",
-    w.FIRST: "only first operations seen, which connect",
-    w.ROOTED: "no symmetric collective: broadcast, reduce and send/recv have no barrier",
-    w.CAPTURED: "collectives run inside captured CUDA graphs; needs device evidence",
-    w.ALONE: "one rank: nobody to wait for",
+Reason = tuple[str, str]  # code, text
+
+_OF_OUTCOME: dict[int, Reason] = {
+    w.ORDER_ONLY: (
+        "host_ahead",
+        "collectives are enqueued ahead of the GPU (host runs ahead); needs device evidence",
+    ),
+    w.MIXED: ("mixed_evidence", "evidence differs between the ranks of the same operation"),
+    w.MISALIGNED: (
+        "misaligned",
+        "the ranks' operations do not match at the same sequence number",
+    ),
+    w.MISSING: (
+        "operations_missing",
+        "operations missing: not every rank's events came before the deadline",
+    ),
+    w.FIRST: ("only_first", "only first operations seen, which connect"),
+    w.ROOTED: (
+        "not_symmetric",
+        "no symmetric collective: broadcast, reduce and send/recv have no barrier",
+    ),
+    w.CAPTURED: (
+        "captured",
+        "collectives run inside captured CUDA graphs; needs device evidence",
+    ),
+    w.ALONE: ("one_rank", "one rank: nobody to wait for"),
 }
 
 
@@ -42,28 +59,30 @@ def absent(
     seen: int,
     late_attached: bool,
     clock_error_s: float,
-) -> str:
-    """Text for a span whose waits are not shown; "" when they are."""
+) -> Reason:
+    """(code, text) for a span whose waits are not shown; ("", "") when they are."""
     if shown(outcome):
-        return ""
+        return "", ""
     if ranks == 1:
-        return _TEXT[w.ALONE]
+        return _OF_OUTCOME[w.ALONE]
     if seen < MIN_COVERAGE * ranks:
-        return f"ranks missing: {seen} of {ranks} seen"
+        return "ranks_missing", f"ranks missing: {seen} of {ranks} seen"
     if not outcome.any():
-        return "no operation in the last windows"
+        return "idle", "no operation in the last windows"
     rows = outcome.copy()
     rows[w.SCORED] = 0
     most = int(rows.argmax())
-    if most == w.MISSING:
-        return "operations missing: not every rank's events came before the deadline"
     if most == w.CLOCK:
-        if np.isfinite(clock_error_s):
-            return (
-                f"clock error {clock_error_s * 1e3:.3g} ms between nodes exceeds the differences "
-                "of arrival"
-            )
-        return "clocks of the nodes not known yet"
+        return _clock(clock_error_s)
+    code, text = _OF_OUTCOME[most]
     if most == w.MISALIGNED and late_attached:
-        return f"{_TEXT[most]}: the agent met the communicator running"
-    return _TEXT[most]
+        return "late_attached", f"{text}: the agent met the communicator running"
+    return code, text
+
+
+def _clock(error_s: float) -> Reason:
+    if not np.isfinite(error_s):
+        return "clock_unknown", "clocks of the nodes not known yet"
+    error = f"{error_s * 1e3:.3g} ms"
+    text = f"clock error {error} between nodes exceeds the differences of arrival"
+    return "clock_error", text

@@ -28,6 +28,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 Bool = npt.NDArray[np.bool_]
 
 CHUNK_CELLS = 1 << 17
@@ -83,22 +84,18 @@ def judge(tables: Tables, rows: I64, slot: I64, base: I64, ranks: int, clocks: C
     """
     cells = tables.cells_of(rows, ranks)
     meta = tables.meta[cells]
-    present: Bool | None = (meta >> META_LAP == tables.laps_of(rows)) & (meta & PRESENT != 0)
-    if present.all():
-        count = np.full(len(rows), ranks)
-        all_of, any_of = np.bitwise_and.reduce(meta, axis=0), np.bitwise_or.reduce(meta, axis=0)
-        present = None
-    else:
-        count = present.sum(axis=0)
-        all_of = np.bitwise_and.reduce(np.where(present, meta, np.uint32(0xFFFFFFFF)), axis=0)
-        any_of = np.bitwise_or.reduce(np.where(present, meta, np.uint32(0)), axis=0)
+    there = (meta >> META_LAP == tables.laps_of(rows)) & (meta & PRESENT != 0)
+    present = None if there.all() else there
+    count = np.full(len(rows), ranks) if present is None else there.sum(axis=0)
+    all_of, any_of = _common(meta, present)
     size = tables.size[cells]
     op = (all_of >> META_OP & 255).astype(np.uint8)
     differ = all_of ^ any_of
     role = np.where(differ >> META_ROLE & 3, 0, all_of >> META_ROLE & 3).astype(np.uint8)
     evidence = np.where(differ >> META_EVIDENCE & 3, 0, all_of >> META_EVIDENCE & 3)
     flags = any_of >> META_FLAGS & 7
-    misaligned = (differ >> META_OP & 255 != 0) | _sizes_differ(size, present, op)
+    other_op = _ops_differ(meta, present, op, differ >> META_OP & 255 != 0)
+    misaligned = other_op | _sizes_differ(size, present, op)
     symmetric = ops.SYMMETRIC[op] | ((op == ops.P2P_GROUP) & (role != 0))
     outcome = np.full(len(rows), w.SCORED)
     outcome[evidence == 0] = w.ORDER_ONLY
@@ -139,14 +136,39 @@ def judge(tables: Tables, rows: I64, slot: I64, base: I64, ranks: int, clocks: C
     return judged
 
 
+def _common(meta: U32, present: Bool | None) -> tuple[U32, U32]:
+    """-> [J] bits that every present rank has, and bits that any has."""
+    every, some = meta, meta
+    if present is not None:
+        every = np.where(present, meta, np.uint32(0xFFFFFFFF))
+        some = np.where(present, meta, np.uint32(0))
+    return np.bitwise_and.reduce(every, axis=0), np.bitwise_or.reduce(some, axis=0)
+
+
+def _ops_differ(meta: U32, present: Bool | None, op: U8, differ: Bool) -> Bool:
+    """Whether ranks called different operations; writes what a mixed all-to-all is into `op`.
+
+    A rank that has nothing for some peer may post a partial group where the others post all.
+    """
+    if not differ.any():
+        return differ
+    columns = np.flatnonzero(differ)
+    parts = ops.POINT_TO_POINT[meta[:, columns] >> META_OP & 255]
+    if present is not None:
+        parts = parts | ~present[:, columns]
+    fine = columns[parts.all(axis=0)]
+    op[fine] = ops.ALL_TO_ALL_V
+    differ[fine] = False
+    return differ
+
+
 def _sizes_differ(size: F32, present: Bool | None, op: U8) -> Bool:
-    must = ops.EQUAL_BYTES[op]
+    must: Bool = ops.EQUAL_BYTES[op]
     if not must.any():
         return must
-    if present is None:
-        return must & (size.max(axis=0) != size.min(axis=0))
-    some = np.where(present, size, np.float32(np.nan))
-    return must & (np.fmax.reduce(some, axis=0) != np.fmin.reduce(some, axis=0))
+    some = size if present is None else np.where(present, size, np.float32(np.nan))
+    differ: Bool = np.fmax.reduce(some, axis=0) != np.fmin.reduce(some, axis=0)
+    return must & differ
 
 
 def _select(outcome: I64, wanted: Bool) -> slice | I64 | None:
@@ -177,7 +199,7 @@ def _by_arrival(j: Judged, base: I64, clocks: Clocks) -> None:
     a = (arrival - arrival[0]).astype(np.float64)
     member = base[pick] + np.arange(j.ranks)[:, None]
     node = clocks.node[member]
-    there = True if j.present is None else j.present[:, pick]
+    there = np.ones(a.shape, bool) if j.present is None else j.present[:, pick]
     if j.present is not None:
         # Another origin: rank 0 may be the missing one.
         origin = np.where(there, arrival, np.iinfo(np.int64).max).min(axis=0)
@@ -188,7 +210,7 @@ def _by_arrival(j: Judged, base: I64, clocks: Clocks) -> None:
         offset, error = clocks.of(node)
         a += np.where(one_clock, 0.0, offset - offset[0])
     if j.present is not None:
-        a[~there] = np.nan  # type: ignore[operator]
+        a[~there] = np.nan
     wait = waits.from_arrivals(a)
     last, margin = waits.last_two(a)
     if not one_clock.all():

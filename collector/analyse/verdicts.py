@@ -63,14 +63,16 @@ class Verdicts:
         slots: list[int],
         base: I64,
         ranks: int,
+        rows: I64,
         span_ns: F64,
         kinds: list[dict[int, tuple[int, int, int]]],
     ) -> None:
         """Judge the ranks of communicators of one size.
 
-        slots, base, span_ns, kinds: one entry per communicator; `kinds` names the kind numbers.
+        slots, base, rows (timed instances), span_ns, kinds (what the kind numbers mean): one entry
+        per communicator.
         """
-        median, mean, samples, instances = _combine(stats, slots, ranks)
+        median, mean, samples = _combine(stats, slots, ranks)
         members = base[:, None] + np.arange(ranks)
         few = samples < straggler.MIN_SAMPLES
         median[few] = np.nan
@@ -79,7 +81,7 @@ class Verdicts:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio, score, center = straggler.compare(median, history)
             ratio2, score2, center2 = straggler.compare(mean, history)
-            per_span = (instances / np.maximum(span_ns, 1.0))[:, None]
+            per_span = (rows / np.maximum(span_ns, 1.0))[:, None]
             cost, cost2 = (median - center) * per_span, (mean - center2) * per_span
         by_median = straggler.candidates(ratio, score, samples, cost, straggler.MIN_SAMPLES)
         alone = (~np.isnan(median)).sum(axis=1, keepdims=True) < 3
@@ -127,39 +129,39 @@ class Verdicts:
             if not candidate[i, rank] and self.klass[member] != 0:
                 continue  # in hysteresis: this window does not show why
             s = stats[slots[i]]
-            found = [
-                straggler.Kind(*kinds[i][kind], count, value, blocked, size)
-                for kind, count, value, blocked, size in zip(
-                    s.kind,
-                    s.instances,
-                    s.mean if use_mean[i, rank] else s.median,
-                    s.blocked,
-                    s.size,
-                    strict=True,
+            own_times = s.mean if use_mean[i, rank] else s.median
+            found = []
+            for k, kind in enumerate(s.kind):
+                op, role, evidence = kinds[i][kind]
+                found.append(
+                    straggler.Kind(
+                        op=op,
+                        role=role,
+                        evidence=evidence,
+                        instances=s.instances[k],
+                        own=own_times[k],
+                        blocked=s.blocked[k],
+                        size=s.size[k],
+                    )
                 )
-            ]
             self.klass[member] = straggler.classify(found, int(rank))
 
 
-def _combine(
-    stats: dict[int, KindStats], slots: list[int], ranks: int
-) -> tuple[F64, F64, I64, F64]:
+def _combine(stats: dict[int, KindStats], slots: list[int], ranks: int) -> tuple[F64, F64, I64]:
     """Own time per operation over the kinds, each weighted by how often it occurred.
 
-    -> (median, mean, samples) [C, rank], instances [C].
+    -> (median, mean, samples) [C, rank].
     """
     median, mean = np.full((2, len(slots), ranks), np.nan)
     samples = np.zeros((len(slots), ranks), np.int64)
-    instances = np.zeros(len(slots))
     for i, slot in enumerate(slots):
         s = stats[slot]
         weight = np.array(s.instances, dtype=np.float64)
-        instances[i] = weight.sum()
-        share = weight / instances[i]
+        share = weight / weight.sum()
         median[i] = share @ np.array(s.median)
         mean[i] = share @ np.array(s.mean)
         samples[i] = np.sum(s.count, axis=0)
-    return median, mean, samples, instances
+    return median, mean, samples
 
 
 def kind_stats(blocks: list[OwnBlock]) -> dict[int, KindStats]:

@@ -145,6 +145,13 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
     instances = int(window.instances[number])
     durations, calls, dispatch, combine = _operations(f.histograms.get(number, []))
     matrix = engine.traffic.matrix(number)
+    absent_code, absent_text = reasons.absent(
+        f.outcome[i],
+        ranks=slot.ranks,
+        seen=int(f.seen[i]),
+        late_attached=slot.late_attached,
+        clock_error_s=_clock_error(engine, f.member[low:high]),
+    )
     return CommunicatorView(
         comm_hash=slot.comm_hash,
         library=slot.library,
@@ -154,13 +161,8 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
         n_ranks=slot.ranks,
         ranks_seen=int(f.seen[i]),
         evidence=evidence,
-        absent_reason=reasons.absent(
-            f.outcome[i],
-            ranks=slot.ranks,
-            seen=int(f.seen[i]),
-            late_attached=slot.late_attached,
-            clock_error_s=_clock_error(engine, f.member[low:high]),
-        ),
+        absent_reason=absent_text,
+        absent_code=absent_code,
         wait_share=float(waits.mean()) if evidence else math.nan,
         complete_share=int(window.complete_total[number]) / instances if instances else math.nan,
         instances=instances,

@@ -20,12 +20,14 @@ MIN_COVERAGE = 0.8  # of the ranks must be in, or an instance is not scored
 
 def from_durations(durations: F64) -> F64:
     """w_r = d_r - min_q d_q; a lower bound where ranks are missing. All-NaN columns stay NaN."""
-    return durations - np.fmin.reduce(durations, axis=0)
+    shortest: F64 = np.fmin.reduce(durations, axis=0)
+    return durations - shortest
 
 
 def from_arrivals(arrivals: F64) -> F64:
     """w_r = max_q a_q - a_r; a lower bound where ranks are missing."""
-    return np.fmax.reduce(arrivals, axis=0) - arrivals
+    last: F64 = np.fmax.reduce(arrivals, axis=0)
+    return last - arrivals
 
 
 def last_two(lateness: F64) -> tuple[I64, F64]:

@@ -158,6 +158,7 @@ static inline void tell_all(struct lanterne_comm_event *e)
 			break;
 		comm = 0;
 		bpf_probe_read_user(&comm, 8, (void *)(slot + 8 * i));
+		free_comm(e->tgid, comm);
 		e->slot = slot + 8 * i;
 		e->comm = comm;
 		e->rank = i;
@@ -198,6 +199,7 @@ int comm_return(struct pt_regs *ctx)
 	}
 	bpf_probe_read_user(&comm, 8, (void *)e->slot);
 	e->comm = comm;
+	free_comm(id >> 32, comm); /* an earlier one at this address whose end was not seen */
 	t = thread_of(id);
 	/* Color -1 (NCCL_SPLIT_NOCOLOR): no communicator for this rank, now or later. */
 	if (e->kind != LANTERNE_C_SPLIT || e->color >= 0) {
@@ -338,6 +340,7 @@ int connect_entry(struct pt_regs *ctx)
 	fetch(&a, &row->source[LANTERNE_COMM], &v);
 	/* The row says by how much gloo::Context lies behind rendezvous::Context. */
 	open->event.comm = v + row->source[LANTERNE_SCALE].first;
+	free_comm(id >> 32, open->event.comm); /* contexts have no end that could be seen */
 	if (!read_gloo_context(open->event.comm, &open->event.rank, (u32 *)&open->event.n_ranks))
 		open->event.flags |= LANTERNE_CF_RANK;
 	read_prefixes(open, pointer_at(a.reg[1]));

@@ -43,7 +43,7 @@ def test_the_contracts_hold() -> None:
         ("agent/errors.py", "import pynvml", "pynvml only"),
         ("collector/errors.py", "import grpc", "grpc only"),
         ("agent/errors.py", "import prometheus_client", "prometheus_client only"),
-        ("agent/errors.py", "import capstone", "capstone and elftools only"),
+        ("agent/errors.py", "import capstone", "capstone only"),
         ("agent/windows.py", "import time", "no IO"),
     ],
 )
@@ -56,5 +56,5 @@ def test_a_forbidden_import_is_found(tmp_path: Path, file: str, line: str, broke
     target.write_text(target.read_text() + f"\n{line}\n")
     done = lint(tmp_path, site)
     assert done.returncode == 1, done.stdout + done.stderr
-    failed = [row for row in done.stdout.splitlines() if row.endswith("BROKEN")]
+    failed = [row for row in done.stdout.splitlines() if " BROKEN" in row]
     assert any(broken in row for row in failed), done.stdout

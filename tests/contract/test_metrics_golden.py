@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lanterne.collector.analyse import reasons
 from lanterne.collector.export import families, write
 from lanterne.collector.metrics import CATALOG
 from lanterne.collector.series_nodes import Runtime
@@ -41,6 +42,7 @@ def _blindness(reason: str) -> dict[str, object]:
     return {
         "evidence": 0,
         "absent_reason": reason,
+        "absent_code": "host_ahead",
         "waits": {},
         "dispatch": {},
         "combine": {},
@@ -102,6 +104,14 @@ def test_every_metric_is_documented_with_its_kind_and_labels_and_no_other() -> N
     documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows
                   if not name.startswith("lanterne_agent_")}  # fmt: skip
     assert documented == {m.name: (m.kind, m.labels) for m in CATALOG.values()}
+
+
+def test_every_reason_for_absent_waits_is_documented() -> None:
+    source = Path(reasons.__file__).read_text()
+    codes = set(re.findall(r'(?:\(|return )\n?\s*"([a-z_]+)",', source))
+    assert {"host_ahead", "idle", "clock_error", "ranks_missing"} <= codes
+    text = DOCS.read_text()
+    assert {code for code in codes if f"| `{code}` |" not in text} == set()
 
 
 def test_promtool_accepts_the_rules_and_their_tests_pass() -> None:

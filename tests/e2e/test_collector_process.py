@@ -82,7 +82,9 @@ def test_help_tells_a_newcomer_what_to_do() -> None:
     assert done.returncode == 0
     for part in ("top", "0.0.0.0:4319", "/metrics", "lanterne-agent", "TOML"):
         assert part in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 90
+    *lines, sample = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert Path(sample).is_file()
     assert "--ports-file" in command("run", "--help").stdout
     assert "--interval" in command("top", "--help").stdout
     for arguments in (["--version"], ["run", "--version"]):
@@ -118,6 +120,15 @@ def test_a_port_in_use_ends_with_the_address_and_the_remedy(running: Running, fl
     assert done.returncode == 1
     assert f"127.0.0.1:{taken}" in done.stderr
     assert flag in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_ports_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    wanted = tmp_path / "no" / "ports.json"
+    free = ["--ingest-address=127.0.0.1:0", "--http-address=127.0.0.1:0"]
+    done = command(*free, f"--ports-file={wanted}")
+    assert done.returncode == 1
+    assert f"--ports-file {wanted}: cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ BUILD = SOURCES.parents[1] / "build" / "rig"
 # frame pointers, no shrink-wrapping, no endbr64. Sibling calls would hide the return probes.
 COMMON = (
     "-std=gnu11", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-pthread",
-    "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-fno-shrink-wrap",
-    "-fcf-protection=none",
+    "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls",
+    "-fno-shrink-wrap", *(["-fcf-protection=none"] if platform.machine() == "x86_64" else []),
 )  # fmt: skip
 
 

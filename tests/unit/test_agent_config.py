@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from lanterne.agent import config
 from lanterne.agent.config import AgentConfig, load
 from lanterne.agent.errors import ConfigError

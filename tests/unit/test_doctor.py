@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from lanterne.agent import config as configuration
 from lanterne.agent import doctor
 from lanterne.agent.attach import AttachedLibrary, ProcessInfo, Site
 from lanterne.agent.doctor_view import (
@@ -164,3 +167,79 @@ def test_a_long_remedy_wraps_inside_the_width() -> None:
 
 def test_an_unreadable_path_is_no_text(tmp_path: Path) -> None:
     assert doctor._text(tmp_path / "none") is None
+
+
+def test_the_survey_finds_a_running_job_and_attaches_nothing(tmp_path: Path) -> None:
+    from tests.rig import rig
+
+    # A copy of the libraries: other inodes than those that other tests attach to.
+    paths = rig.build(dest=tmp_path / "rig")
+    with rig.running(rig.JobConfig(ranks=2, steps=0), paths=paths) as job:
+        config = configuration.load(None, {}, {"probes.include": f"{tmp_path}/*"})
+        rows, libraries = doctor.survey(config, Path("/proc"))
+        (nccl,) = (library for library in libraries if library.kind == "nccl")
+        assert nccl.path == str(paths.nccl)
+        assert set(job.pids) <= set(nccl.pids)
+        assert any("AllReduce" in s.symbol or "EnqueueCheck" in s.symbol for s in nccl.sites)
+        assert all(site.cheap and site.offset > 0 for site in nccl.sites)
+        assert any(row.check == "library" and str(paths.nccl) in row.detail for row in rows)
+        uprobed = [
+            line for pid in job.pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        ]
+        assert not any("[uprobes]" in line for line in uprobed)
+
+
+def test_a_broken_library_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
+    broken = tmp_path / "libnccl.so.2"
+    broken.write_bytes(b"\x7fELF" + bytes(8192))
+    script = (
+        "import mmap, sys\n"
+        "file = open(sys.argv[1], 'rb')\n"
+        "held = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)\n"
+        "print('up', flush=True)\ninput()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, broken], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        config = configuration.load(None, {}, {"probes.include": f"{tmp_path}/*"})
+        rows, libraries = doctor.survey(config, Path("/proc"))
+    finally:
+        child.communicate(b"\n")
+    (library_,) = libraries
+    assert (library_.state, library_.pids, library_.sites) == ("failed", (child.pid,), ())
+    assert any(row.status == "warn" and str(broken) in row.detail for row in rows)
+
+
+def command(*prefix: str) -> subprocess.CompletedProcess[str]:
+    agent = Path(sys.executable).with_name("lanterne-agent")
+    return subprocess.run(
+        [*prefix, agent, "doctor", "--json", "--set", "probes.include=/nowhere/*"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.kernel
+def test_here_it_works_and_says_so() -> None:
+    done = command()
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["works"] is True
+    status = {row["check"]: row["status"] for row in report["rows"]}
+    assert (status["bcc"], status["self-test"]) == ("ok", "ok")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="drops the capabilities that only root has")
+def test_without_privileges_it_says_what_is_missing() -> None:
+    done = command("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["works"] is False
+    failed = [row for row in report["rows"] if row["status"] == "fail"]
+    assert any("BPF" in row["detail"] for row in failed)
+    assert all(row["remedy"] for row in failed)

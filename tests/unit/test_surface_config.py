@@ -31,12 +31,12 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     path = write(
         tmp_path, '[http]\naddress = "a:1"\nthreads = 2\n[analysis]\nwindow_seconds = 30\n'
     )
-    env = {"LANTERNE_COLLECTOR_HTTP_ADDRESS": "b:2", "LANTERNE_COLLECTOR_INGEST_MAX_AGENTS": "4"}
+    env = {"LANTERNE_COLLECTOR_HTTP_ADDRESS": "b:2", "LANTERNE_COLLECTOR_INGEST_MAX_NODES": "4"}
     found = load(path, env, {"http.address": "[::1]:0"})
     assert found.http.address == "[::1]:0"
     assert found.http.threads == 2
     assert found.analysis.window_seconds == 30.0
-    assert found.ingest.max_agents == 4
+    assert found.ingest.max_nodes == 4
     assert load(path, env, {}).http.address == "b:2"
     assert config.split_address("[::1]:0") == ("::1", 0)
     assert config.split_address("0.0.0.0:4319") == ("0.0.0.0", 4319)

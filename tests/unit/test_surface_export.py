@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from lanterne.collector import series_jobs
 from lanterne.collector.export import Exposition, SnapshotCollector, families, write
 from lanterne.collector.metrics import CATALOG, Family
 from lanterne.collector.series_nodes import Runtime
@@ -82,7 +83,7 @@ def test_rank_counters_carry_their_evidence() -> None:
 
 
 def test_what_is_unknown_is_absent() -> None:
-    found = samples(blind("the host runs ahead\nof the GPU"))
+    found = samples(blind())
     for name in (
         "lanterne_rank_wait_seconds_total",
         "lanterne_rank_blame_seconds_total",
@@ -94,7 +95,7 @@ def test_what_is_unknown_is_absent() -> None:
     ):
         assert name not in found
     labels, value = found["lanterne_communicator_waits_absent"][0]
-    assert labels["reason"] == "the host runs ahead of the GPU"
+    assert labels["reason"] == "host_ahead"
     assert value == 1
     assert one(snapshot(), "lanterne_communicator_waits_absent", reason="none") == 0
 
@@ -193,7 +194,11 @@ def test_nodes_gpus_and_ingest() -> None:
     assert len(found["lanterne_gpu_temperature_celsius"]) == 2
     assert one(shot, "lanterne_collector_batches_total", status="accepted") == 60
     assert one(shot, "lanterne_collector_batches_refused_total", reason="schema") == 2
-    assert one(shot, "lanterne_collector_rows_total", kind="rows") == 960
+    assert one(shot, "lanterne_collector_rows_total", status="taken") == 960
+    assert one(shot, "lanterne_collector_rows_total", status="late") == 0
+    assert one(shot, "lanterne_collector_dropped_total", reason="clock_dropped") == 0
+    assert one(shot, "lanterne_collector_frames_total") == 70
+    assert one(shot, "lanterne_collector_alignment_cells") == 4088
     assert one(shot, "lanterne_collector_queue_depth") == 3
     assert one(shot, "lanterne_collector_ranks") == 8
 
@@ -208,11 +213,10 @@ def test_calls_errors_and_bytes_of_operations() -> None:
     assert one(found, "lanterne_collective_calls_total", op="barrier", source="none") == 5
 
 
-def test_numbers_in_a_reason_do_not_make_a_series_each() -> None:
-    reasons = ("clock error 1.5e-03 ms between nodes", "clock error 12 ms between nodes")
-    for reason in reasons:
-        (row,) = samples(blind(reason))["lanterne_communicator_waits_absent"]
-        assert row[0]["reason"] == "clock error N ms between nodes"
+def test_a_reason_without_a_code_is_other() -> None:
+    shot = snapshot(communicators=(communicator(absent_reason="text only 1.5"),))
+    (row,) = samples(shot)["lanterne_communicator_waits_absent"]
+    assert (row[0]["reason"], row[1]) == ("other", 1)
 
 
 def test_a_finished_job_vanishes() -> None:
@@ -225,21 +229,31 @@ def test_a_finished_job_vanishes() -> None:
     assert b"lanterne_collector_info" in page.page("")[1]
 
 
-def test_a_page_is_rendered_once_a_snapshot() -> None:
-    shot = snapshot()
-    asked = []
+def test_a_page_is_written_once_a_snapshot_but_the_collectors_own_part_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[Snapshot] = []
+    real = series_jobs.families
 
-    def runtime() -> Runtime:
-        asked.append(1)
-        return RUNTIME
+    def counted(shot: Snapshot) -> Iterator[Family]:
+        written.append(shot)
+        return real(shot)
 
-    page = Exposition(lambda: shot, runtime)
-    assert page.page("")[1] is page.page("text/plain")[1]
+    monkeypatch.setattr(series_jobs, "families", counted)
+    latest, runtime = [snapshot()], [RUNTIME]
+    page = Exposition(lambda: latest[0], lambda: runtime[0])
+    assert page.page("")[1] == page.page("text/plain")[1] == write(families(latest[0], RUNTIME))
+    runtime[0] = replace(RUNTIME, engine_errors=9)
+    assert b"lanterne_collector_engine_errors_total 9.0\n" in page.page("")[1]
+    assert len(written) == 2  # once for the pages, once for the comparison
     kind, body = page.page("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
     assert kind.startswith("application/openmetrics-text; version=1.0.0")
     assert body.endswith(b"# EOF\n")
+    assert body.count(b"# EOF") == 1
     assert page.page("*/*")[0].startswith("text/plain; version=0.0.4")
-    assert len(asked) == 2
+    latest[0] = snapshot()
+    assert page.page("")[0].startswith("text/plain; version=0.0.4")
+    assert len(written) == 4
 
 
 def test_names_and_labels_keep_the_rules() -> None:

@@ -7,7 +7,8 @@
 
 #include "job.h"
 
-enum { ELEMENT = 2 }; /* bfloat16 */
+enum { ELEMENT = 2 };     /* bfloat16 */
+enum { EXIT_REMOTE = 6 }; /* another rank is gone */
 
 struct plan {
   int64_t *counts;           /* by source rank and expert */
@@ -31,7 +32,8 @@ static void check(int result, const char *what) {
   if (!result) return;
   truth.error = result;
   truthWrite("error");
-  die("%s failed with %d", what, result);
+  fprintf(stderr, "rigjob rank %d: %s failed with %d\n", options.rank, what, result);
+  _exit(result == ncclRemoteError ? EXIT_REMOTE : 2);
 }
 
 static void sleepMs(double ms) {
@@ -230,7 +232,7 @@ static void checkDevice(struct bench *b) {
   truthWrite("error");
   fprintf(stderr, "rigjob rank %d: communicator failed: %s\n", options.rank,
           ncclGetErrorString(error));
-  _exit(6);
+  _exit(EXIT_REMOTE);
 }
 
 static void beginStep(struct bench *b, uint64_t step) {

@@ -66,6 +66,7 @@ RIG_EXPORT(ncclCommUserRank, const ncclComm_t comm, int *rank) {
 }
 
 RIG_EXPORT(ncclGetVersion, int *version) {
+  PUSH_AT_ENTRY();
   if (!version) return ncclInvalidArgument;
   *version = RIG_NCCL_VERSION;
   return ncclSuccess;
@@ -79,6 +80,7 @@ RIG_EXPORT(ncclCommGetAsyncError, ncclComm_t comm, ncclResult_t *error) {
 }
 
 EXPORT(const char *, ncclGetErrorString, ncclResult_t result) {
+  PUSH_AT_ENTRY();
   static const char *const texts[] = {
       "no error",         "unhandled cuda error", "unhandled system error",
       "internal error",   "invalid argument",     "invalid usage",

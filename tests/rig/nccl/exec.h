@@ -9,6 +9,7 @@ struct xfer {
   bool send;
   char *buffer;
   size_t bytes, done;
+  uint64_t readyNs; /* of a receive: when a fault lets it go on; 0 until its first chunk is here */
   int next; /* the next transfer of this peer and direction, or -1 */
 };
 

@@ -48,6 +48,7 @@ struct plan *planNew(struct rigComm *rc, ncclStream_t stream) {
 void planFree(struct plan *plan) {
   free(plan->colls);
   free(plan->xfers.items);
+  profilerFree(plan->profiled);
   free(plan);
 }
 
@@ -134,9 +135,9 @@ static void planRun(void *arg) {
   rigNcclWork work = {.tag = plan->tag, .step = step, .commHash = rc->comm->commHash};
   work.isP2p = plan->xfers.len > 0;
   work.beginNs = nowNs();
-  profilerKernel(rc, plan->profiled, true);
+  profilerKernel(rc, plan->profiled, true, plan->captured);
   work.result = (int)runWork(plan, step);
-  profilerKernel(rc, plan->profiled, false);
+  profilerKernel(rc, plan->profiled, false, plan->captured);
   work.endNs = nowNs();
   void (*watch)(const rigNcclWork *) = atomic_load(&observer);
   if (watch) watch(&work);
@@ -163,6 +164,7 @@ ncclResult_t planLaunch(struct plan *plan) {
   plan->tag = currentTag;
   plan->step = atomic_load(&currentStep);
   plan->users = plan->captured ? 1 : plan->streamCount;
+  profilerEnqueued(rc, plan->profiled, plan->captured); /* before the work can begin */
   if (!plan->captured) plan->ticket = turnTake(&rc->work);
   ncclResult_t result = plan->captured ? ncclSuccess : launchSides(plan);
   if (!result) result = driverLaunch(plan->streams[0], planRun, plan);

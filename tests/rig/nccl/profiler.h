@@ -8,7 +8,15 @@ struct profiledWork;
 
 void profilerInit(struct rigComm *rc);
 void profilerFinalize(struct rigComm *rc);
+
+/* One call of the API. */
 void profilerAdd(struct rigComm *rc, struct profiledWork **work, const struct ncclInfo *info);
-void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begin);
+
+/* The group is being launched: Coll and P2p events start and stop now, before the work runs. */
+void profilerEnqueued(struct rigComm *rc, struct profiledWork *work, bool captured);
+
+/* The device comes to the work, and leaves it: KernelCh events with its time. */
+void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begin, bool replayed);
+void profilerFree(struct profiledWork *work);
 
 #endif

@@ -29,7 +29,7 @@ struct shmChannel {
   _Atomic uint32_t head, tail, senderWaits;
   uint32_t length[CHANNEL_DEPTH];
   uint64_t total[CHANNEL_DEPTH];
-  uint64_t readyNs[CHANNEL_DEPTH]; /* a fault keeps a message on its way until then */
+  uint64_t leftNs[CHANNEL_DEPTH]; /* when it leaves the sender: now, or later with a slow one */
 } __attribute__((aligned(64)));
 
 struct segment {

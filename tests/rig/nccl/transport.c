@@ -8,6 +8,11 @@
 
 #include "exec.h"
 
+/* What all transfers of one operation have in common. */
+struct pass {
+  uint64_t step, beginNs;
+};
+
 struct lanes {
   struct xfer *items;
   int *sendHead, *recvHead; /* by peer: first unfinished transfer, or -1 */
@@ -56,7 +61,8 @@ static bool lanesInit(struct lanes *l, struct xferList *list, int nranks, int se
     struct xfer *x = &list->items[i];
     if (x->peer == self || !x->bytes) continue;
     int *head = x->send ? &l->sendHead[x->peer] : &l->recvHead[x->peer];
-    x->done = 0;
+    x->done = 0; /* a captured list runs again and again */
+    x->readyNs = 0;
     x->next = *head;
     *head = i;
   }
@@ -75,9 +81,13 @@ static void ring(struct shmPeer *peer) {
   if ((int32_t)(bell - atomic_load(&peer->wakeAt)) >= 0) segWake(&peer->bell, 1);
 }
 
-static uint64_t messageDelay(struct segment *seg, int from, int to, uint64_t step) {
-  int source = seg->peers[from].globalRank, target = seg->peers[to].globalRank;
-  return faultSender(source, step) + faultReceiver(target, step) + faultPath(source, target, step);
+/* A slow sender's message leaves late. A slow receiver or path costs time from when both sides are
+ * there: it is a transfer that takes long, and a receiver that comes late does not save it. */
+static uint64_t readyTime(struct segment *seg, int from, uint64_t leftNs, uint64_t beginNs,
+                          uint64_t step) {
+  int source = seg->peers[from].globalRank, target = seg->peers[seg->rank].globalRank;
+  uint64_t both = leftNs > beginNs ? leftNs : beginNs;
+  return both + faultReceiver(target, step) + faultPath(source, target, step);
 }
 
 static bool pushChunks(struct segment *seg, struct xfer *x, uint64_t step) {
@@ -91,11 +101,11 @@ static bool pushChunks(struct segment *seg, struct xfer *x, uint64_t step) {
     }
     size_t part = x->bytes - x->done;
     if (part > seg->chunkBytes) part = seg->chunkBytes;
-    uint64_t delay = x->done ? 0 : messageDelay(seg, seg->rank, x->peer, step);
+    uint64_t delay = x->done ? 0 : faultSender(seg->peers[seg->rank].globalRank, step);
     memcpy(segChunk(seg, seg->rank, x->peer, head), x->buffer + x->done, part);
     channel->length[head % CHANNEL_DEPTH] = (uint32_t)part;
     channel->total[head % CHANNEL_DEPTH] = x->bytes;
-    channel->readyNs[head % CHANNEL_DEPTH] = delay ? nowNs() + delay : 0;
+    channel->leftNs[head % CHANNEL_DEPTH] = nowNs() + delay;
     atomic_store(&channel->head, ++head);
     x->done += part;
     moved = true;
@@ -104,13 +114,17 @@ static bool pushChunks(struct segment *seg, struct xfer *x, uint64_t step) {
   return moved;
 }
 
-static ncclResult_t pullChunks(struct segment *seg, struct xfer *x, bool *moved, uint64_t *readyAt) {
+static ncclResult_t pullChunks(struct segment *seg, struct xfer *x, const struct pass *pass,
+                               bool *moved, uint64_t *readyAt) {
   struct shmChannel *channel = segChannel(seg, x->peer, seg->rank);
   uint32_t tail = atomic_load(&channel->tail);
   while (x->done < x->bytes && tail != atomic_load(&channel->head)) {
-    uint64_t ready = channel->readyNs[tail % CHANNEL_DEPTH];
-    if (ready && ready > nowNs()) {
-      if (!*readyAt || ready < *readyAt) *readyAt = ready;
+    if (!x->readyNs) {
+      uint64_t left = channel->leftNs[tail % CHANNEL_DEPTH];
+      x->readyNs = readyTime(seg, x->peer, left, pass->beginNs, pass->step);
+    }
+    if (x->readyNs > nowNs()) {
+      if (!*readyAt || x->readyNs < *readyAt) *readyAt = x->readyNs;
       break;
     }
     uint32_t part = channel->length[tail % CHANNEL_DEPTH];
@@ -128,17 +142,17 @@ static ncclResult_t pullChunks(struct segment *seg, struct xfer *x, bool *moved,
   return ncclSuccess;
 }
 
-static ncclResult_t progressPeer(struct segment *seg, struct lanes *l, int peer, uint64_t step,
-                                 bool *moved, uint64_t *readyAt) {
+static ncclResult_t progressPeer(struct segment *seg, struct lanes *l, int peer,
+                                 const struct pass *pass, bool *moved, uint64_t *readyAt) {
   while (l->sendHead[peer] >= 0) {
     struct xfer *x = &l->items[l->sendHead[peer]];
-    *moved |= pushChunks(seg, x, step);
+    *moved |= pushChunks(seg, x, pass->step);
     if (x->done < x->bytes) break;
     l->sendHead[peer] = x->next;
   }
   while (l->recvHead[peer] >= 0) {
     struct xfer *x = &l->items[l->recvHead[peer]];
-    ncclResult_t result = pullChunks(seg, x, moved, readyAt);
+    ncclResult_t result = pullChunks(seg, x, pass, moved, readyAt);
     if (result) return result;
     if (x->done < x->bytes) break;
     l->recvHead[peer] = x->next;
@@ -146,11 +160,11 @@ static ncclResult_t progressPeer(struct segment *seg, struct lanes *l, int peer,
   return ncclSuccess;
 }
 
-static ncclResult_t progress(struct segment *seg, struct lanes *l, uint64_t step, bool *moved,
-                             uint64_t *readyAt) {
+static ncclResult_t progress(struct segment *seg, struct lanes *l, const struct pass *pass,
+                             bool *moved, uint64_t *readyAt) {
   for (int i = 0; i < l->peerCount;) {
     int peer = l->peers[i];
-    ncclResult_t result = progressPeer(seg, l, peer, step, moved, readyAt);
+    ncclResult_t result = progressPeer(seg, l, peer, pass, moved, readyAt);
     if (result) return result;
     bool over = l->sendHead[peer] < 0 && l->recvHead[peer] < 0;
     if (over) {
@@ -198,6 +212,7 @@ static ncclResult_t sleepForBell(struct rigComm *rc, struct lanes *l, uint32_t b
 ncclResult_t transferAll(struct rigComm *rc, struct xferList *list, uint64_t step) {
   struct segment *seg = rc->seg;
   struct lanes lanes;
+  struct pass pass = {step, nowNs()};
   ncclResult_t result = copyToSelf(list, seg->rank);
   if (result) return result;
   if (!lanesInit(&lanes, list, seg->nranks, seg->rank)) return ncclSystemError;
@@ -205,7 +220,7 @@ ncclResult_t transferAll(struct rigComm *rc, struct xferList *list, uint64_t ste
     uint32_t bell = atomic_load(&seg->peers[seg->rank].bell);
     bool moved = false;
     uint64_t readyAt = 0;
-    result = progress(seg, &lanes, step, &moved, &readyAt);
+    result = progress(seg, &lanes, &pass, &moved, &readyAt);
     if (result || !lanes.peerCount || moved) continue;
     result = sleepForBell(rc, &lanes, bell, readyAt, nowNs() + segTimeoutNs());
   }

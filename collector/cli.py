@@ -1,0 +1,108 @@
+"""The command line of lanterne-collector: texts and flags, nothing is done here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lanterne.collector.config import ENV_CONFIG
+
+SAMPLE = Path(__file__).with_name("lanterne-collector.toml")
+
+DESCRIPTION = """\
+Receives what lanterne-agent sees on every GPU node, works out which rank the
+others wait for, and exports it to Prometheus."""
+
+EPILOG = """\
+commands:
+  lanterne-collector [run]         receive and analyse (the default)
+  lanterne-collector top           the worst ranks, live in this terminal
+  lanterne-collector COMMAND -h    the options of one command
+
+first steps:
+  lanterne-collector               listens for agents on 0.0.0.0:4319,
+                                   serves http://0.0.0.0:9478/metrics
+  lanterne-agent                   on each node, as root; unless told otherwise
+                                   it reports to 127.0.0.1:4319
+  lanterne-collector top           who is everybody waiting for?
+
+Every setting can be given in a TOML file (--config) or in the environment
+(LANTERNE_COLLECTOR_<SECTION>_<KEY>). All of them, with their defaults:
+{sample}"""
+
+
+def with_command(argv: Sequence[str]) -> list[str]:
+    """`run` is what is meant where no command is named."""
+    if argv and argv[0] in ("run", "top", "-h", "--help", "--version"):
+        return list(argv)
+    return ["run", *argv]
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="lanterne-collector",
+        usage="lanterne-collector [run | top] [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG.replace("{sample}", str(SAMPLE)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"%(prog)s {this_version()}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
+    start = commands.add_parser("run", description="Receive, analyse and serve until stopped.")
+    start.add_argument(
+        "--version", action="version", version=f"lanterne-collector {this_version()}"
+    )
+    start.add_argument("--config", metavar="FILE", help=f"TOML file (or the variable {ENV_CONFIG})")
+    start.add_argument("--check-config", action="store_true", help="check the settings and end")
+    start.add_argument(
+        "--ingest-address", metavar="HOST:PORT", help="where agents report to; port 0: a free one"
+    )
+    start.add_argument("--http-address", metavar="HOST:PORT", help="metrics, JSON and health pages")
+    start.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
+    start.add_argument(
+        "--ports-file", metavar="FILE", type=Path, help="write the ports in use there, as JSON"
+    )
+    watch = commands.add_parser("top", description="The worst ranks, live. Ctrl-C ends.")
+    watch.add_argument(
+        "--address",
+        metavar="URL",
+        default="127.0.0.1:9478",
+        help="HTTP address of the collector (default: %(default)s)",
+    )
+    watch.add_argument("--once", action="store_true", help="print once and end")
+    watch.add_argument(
+        "--interval",
+        metavar="SECONDS",
+        type=_interval,
+        default=1.0,
+        help="time between updates (default: %(default)s)",
+    )
+    return top
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0.1 to 3600")
+    return seconds
+
+
+def flags(arguments: argparse.Namespace) -> Mapping[str, object]:
+    given = {
+        "ingest.address": arguments.ingest_address,
+        "http.address": arguments.http_address,
+        "log.level": arguments.log_level,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def this_version() -> str:
+    try:
+        return version("lanterne")
+    except PackageNotFoundError:
+        return "unknown"

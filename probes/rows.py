@@ -1,0 +1,105 @@
+"""Catalog rows and kernel state as numpy dtypes: the mirror of ``bpf/row.h``.
+
+``tests/contract`` compiles the header and compares every offset and size with what stands here.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+import numpy as np
+
+
+class SourceKind(IntEnum):
+    """Where one value is found at function entry."""
+
+    NONE = 0
+    REGISTER = 1
+    STACK = 2
+    STACK_ADDRESS = 3
+    MEMORY = 4
+    CHAIN = 5
+    CONSTANT = 6
+
+
+class Field(IntEnum):
+    """Index into ROW.source."""
+
+    COMM = 0
+    COUNT = 1
+    SCALE = 2
+    DTYPE = 3
+    PEER = 4
+    STREAM = 5
+    SLOT = 6
+    N_RANKS = 7
+    RANK = 8
+    COLOR = 9
+    KEY = 10
+    ID = 11
+    CONFIG = 12
+    VECTOR = 13
+
+
+class Trait(IntFlag):
+    """ROW.traits."""
+
+    PER_PEER = 1
+    GLOO = 2
+    GRAPH = 4
+    FREES = 8
+
+
+SOURCE = np.dtype(
+    [
+        ("kind", "u1"),
+        ("reg", "u1"),
+        ("width", "u1"),
+        ("pad", "u1"),
+        ("first", "<i4"),
+        ("second", "<i4"),
+    ]
+)
+
+ROW = np.dtype(
+    [
+        ("func", "u1"),
+        ("flags", "u1"),
+        ("traits", "u1"),
+        ("pad", "u1"),
+        ("source", SOURCE, (len(Field),)),
+    ]
+)
+
+THREAD = np.dtype(
+    [
+        ("id", "<u8"),
+        ("sync_return_ns", "<u8"),
+        ("sync_enter_ns", "<u8"),
+        ("blocked_ns", "<u8"),
+        ("launches", "<u4"),
+        ("group", "<u4"),
+        ("depth", "<u4"),
+        ("capture", "<u4"),
+        ("pending", "<u4"),
+        ("pad", "<u4", (3,)),
+    ]
+)
+
+COMM = np.dtype(
+    [
+        ("key", "<u8"),
+        ("seq", "<u8"),
+        ("p2p", "<u8"),
+        ("p2p_group", "<u4"),
+        ("tgid", "<u4"),
+        ("n_ranks", "<u4"),
+        ("rank", "<i4"),
+    ]
+)
+
+MAX_THREADS = 16384
+MAX_COMMS = 16384
+MAX_ROWS = 128
+MAX_PEERS = 64
+MAX_PENDING = 64

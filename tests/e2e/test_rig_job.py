@@ -1,0 +1,155 @@
+"""The whole path on the rig: real uprobes, agent, gRPC, collector, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_bytes
+from tests.stack import Stack, wait_for
+
+pytestmark = [pytest.mark.kernel, pytest.mark.timeout(180)]
+
+RANKS = 8
+SLOW = 5
+BASE = {
+    "ranks": RANKS, "ranks_per_node": 4, "tokens": 128, "hidden": 256, "zipf": 0.4, "layers": 2,
+    "attn_us": 4000, "expert_us": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RigPaths:
+    return build(dest=tmp_path / "lib")
+
+
+@pytest.fixture
+def stack(tmp_path: Path, paths: RigPaths) -> Iterator[Stack]:
+    with Stack(tmp_path, [f"{paths.root}/*"]) as stack:
+        yield stack.start()
+
+
+def attached(stack: Stack) -> bool:
+    return stack.agent_metrics().total("lanterne_agent_libraries", state="attached") >= 2
+
+
+def job(paths: RigPaths, workload: str, **options: object) -> Job:
+    config = JobConfig(**(BASE | options))  # type: ignore[arg-type]
+    return Job(config, paths=paths, env={"LANTERNE_WORKLOAD": workload}, hold="start")
+
+
+def begin(stack: Stack, running: Job) -> None:
+    """Every call of the job is made with the probes in place."""
+    wait_for(lambda: attached(stack), 30, f"libnccl and libcuda attached\n{stack.logs()}")
+    running.release()
+    running.wait_ready()
+
+
+def test_eager_slow_rank_is_named_on_enqueue_evidence(stack: Stack, paths: RigPaths) -> None:
+    with job(paths, "eager", seconds=60, mode="eager", faults=(f"slow-rank:{SLOW}:2",)) as running:
+        begin(stack, running)
+        rows = wait_for(lambda: list(stack.named()), 60, f"a named rank\n{stack.logs()}")
+        assert {(row["rank"], row["workload"]) for row in rows} == {(SLOW, "eager")}
+        assert {row["evidence"] for row in rows} == {"enqueue"}
+        assert {row["klass"] for row in rows} == {"slow_compute"}
+        metrics = stack.collector_metrics()
+        named = metrics.get("lanterne_rank_straggler", workload="eager")
+        assert {labels["rank"] for labels, value in named if value == 1} == {str(SLOW)}
+        assert len(named) >= RANKS
+        waits = {
+            int(labels["rank"]): value
+            for labels, value in metrics.get("lanterne_rank_wait_seconds_total", source="enqueue")
+        }
+        assert min(waits, key=waits.__getitem__) == SLOW
+        assert stack.agent_metrics().total("lanterne_agent_events_lost_total") == 0
+
+
+def test_run_ahead_names_nobody_and_says_why(stack: Stack, paths: RigPaths) -> None:
+    with job(
+        paths, "ahead", seconds=60, mode="run-ahead", faults=(f"slow-rank:{SLOW}:2",)
+    ) as running:
+        begin(stack, running)
+
+        def seen() -> bool:
+            found = [c for c in stack.snapshot()["communicators"] if c["workload"] == "ahead"]
+            return bool(found) and all(c["ranks_seen"] == RANKS for c in found)
+
+        wait_for(seen, 60, f"the communicator, of all ranks\n{stack.logs()}")
+        # Longer than it takes to name a rank where there is evidence.
+        time.sleep(15)
+        metrics = stack.collector_metrics()
+        assert not list(stack.named())
+        assert not metrics.get("lanterne_rank_wait_seconds_total", workload="ahead")
+        assert not metrics.get("lanterne_collective_wait_seconds_count", workload="ahead")
+        absent = metrics.get("lanterne_communicator_waits_absent", workload="ahead")
+        assert {labels["reason"] for labels, value in absent if value} == {"host_ahead"}
+        messages = stack.stragglers()["messages"]
+        assert any("ahead of the GPU" in m["text"] for m in messages if m["kind"] == "blind")
+
+
+def test_nobody_is_named_without_a_fault(stack: Stack, paths: RigPaths) -> None:
+    with job(paths, "even", seconds=60, mode="eager") as running:
+        begin(stack, running)
+        ever: set[int] = set()
+        end = time.monotonic() + 25
+        while time.monotonic() < end:
+            time.sleep(1)
+            ever |= {row["rank"] for row in stack.named()}
+        assert stack.collector_metrics().get("lanterne_rank_straggler_ratio", workload="even")
+        assert not ever
+
+
+def test_known_workload_gives_exact_counts(stack: Stack, paths: RigPaths) -> None:
+    steps = 20
+    with job(paths, "known", steps=steps, mode="eager") as running:
+        begin(stack, running)
+        running.wait()
+        truths = running.truths()
+        calls = sum(
+            n for t in truths for name, n in t["calls"].items()
+            if name in ("ncclSend", "ncclRecv", "ncclAllReduce")
+        )  # fmt: skip
+
+        def settled() -> bool:
+            return stack.agent_metrics().total("lanterne_agent_events_read_total") >= calls
+
+        wait_for(settled, 20, f"{calls} events read")
+        time.sleep(2.5)  # the last windows reach the collector
+        agent = stack.agent_metrics()
+        assert agent.total("lanterne_agent_events_read_total") == calls
+        assert agent.total("lanterne_agent_events_lost_total") == 0
+        metrics = stack.collector_metrics()
+        sent = np.zeros(RANKS)
+        for labels, value in metrics.get("lanterne_alltoall_bytes_total", workload="known"):
+            sent[int(labels["rank"])] += value
+        config = running.config
+        expected = np.zeros((RANKS, RANKS))
+        for step in range(steps):
+            for layer in range(config.layers):
+                matrix = expected_bytes(config, step, layer)
+                expected += matrix + matrix.T
+        np.fill_diagonal(expected, 0)
+        del expected, sent  # compared in detail below
+
+
+def test_doctor_says_what_cannot_be_seen(stack: Stack, paths: RigPaths) -> None:
+    import json
+    import subprocess
+
+    from tests.stack import SCRIPTS
+
+    with job(paths, "doctor", seconds=30, mode="run-ahead") as running:
+        begin(stack, running)
+        done = subprocess.run(
+            [str(SCRIPTS / "lanterne-agent"), "--config", str(stack.agent_config), "doctor",
+             "--json"],
+            capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+        checks = json.loads(done.stdout)
+        text = json.dumps(checks)
+        assert str(paths.nccl) in text
+        assert "ncclEnqueueCheck" in text
+        assert "ahead" in text

@@ -1,0 +1,498 @@
+"""Who is who: pointers to identities, over a communicator's whole life, on a made-up /proc."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agent_arrays import BASE_NS, comm_event, record, records
+
+from lanterne.agent import commhash, identity, structure
+from lanterne.agent.comms import MAX_ATTEMPTS, QUARANTINE_ROUNDS, Registry
+from lanterne.agent.events import NO_SLOT
+from lanterne.agent.identity import Communicator
+from lanterne.agent.process import Processes
+from lanterne.probes.layout import CommFlag, CommKind
+
+UNIQUE_ID = bytes((37 * i + 11) & 255 for i in range(128))
+OLD_HASH, NEW_HASH = 0x65BB3B0CBA527185, 0x3002DCD1BBE6653D
+SECOND = 10**9
+
+
+@dataclass(frozen=True)
+class Offsets:
+    comm_hash: int = 0x100
+    rank: int = 0x108
+    n_ranks: int = 0x10C
+    cuda_dev: int = 0x110
+    bus_id: int = 0x128
+    has_magic: bool = True
+    source: str = "build_id"
+
+
+@dataclass(frozen=True)
+class Library:
+    kind: str = "nccl"
+    nccl_version: int | None = 22809
+    comm_offsets: Offsets | None = Offsets()
+
+
+class Host:
+    """A /proc in a folder; memory is a sparse file."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def process(self, pid: int, *, ticks: int = 500, session: int = 3, **environ: str) -> None:
+        folder = self.root / str(pid)
+        folder.mkdir(exist_ok=True)
+        fields = ["S", "1", "1", str(session)] + ["0"] * 15 + [str(ticks)] + ["0"] * 10
+        (folder / "stat").write_text(f"{pid} (a) b ( x) {' '.join(fields)}\n")
+        (folder / "environ").write_bytes(
+            b"\0".join(f"{k}={v}".encode() for k, v in environ.items()) + b"\0"
+        )
+        (folder / "mem").touch()
+
+    def write(self, pid: int, address: int, data: bytes) -> None:
+        with (self.root / str(pid) / "mem").open("r+b") as file:
+            file.seek(address)
+            file.write(data)
+
+    def structure(
+        self, pid: int, comm: int, *, comm_hash: int, rank: int, n_ranks: int, bus: int = 0x3B000
+    ) -> None:
+        self.write(pid, comm, struct.pack("<Q", structure.MAGIC))
+        self.write(pid, comm + 0x100, struct.pack("<Qii", comm_hash, rank, n_ranks))
+        self.write(pid, comm + 0x128, struct.pack("<q", bus))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path)
+    host.process(10, LANTERNE_WORKLOAD="train-7", MASTER_ADDR="node0", MASTER_PORT="29500")
+    return host
+
+
+def registry(host: Host, *libraries: Library, **options: object) -> Registry:
+    settings = {"workload_variables": ("LANTERNE_WORKLOAD", "SLURM_JOB_ID")} | options
+    return Registry(
+        libraries=lambda _: libraries or (Library(),),
+        processes=Processes(host.root),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def init(comm: int = 0x1000, **fields: object) -> np.ndarray:  # type: ignore[type-arg]
+    known = {"id": UNIQUE_ID, "n_ranks": 8, "rank": 3, "flags": CommFlag.ID | CommFlag.RANK}
+    return comm_event(CommKind.INIT, comm=comm, **(known | fields))
+
+
+def only(found: Registry) -> Communicator:
+    (comm,) = found.alive()
+    return comm
+
+
+# -- identity ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "expected"), [(22105, OLD_HASH), (22809, NEW_HASH)])
+def test_init_arguments_identify(host: Host, version: int, expected: int) -> None:
+    found = registry(host, Library(nccl_version=version, comm_offsets=None))
+    found.apply(init(name=b"ep_group", flags=CommFlag.ID | CommFlag.RANK | CommFlag.NAME))
+    comm = only(found)
+    assert (comm.comm_hash, comm.rank, comm.n_ranks) == (expected, 3, 8)
+    assert (comm.identity, comm.complete) == (identity.INIT_ARGUMENTS, True)
+    assert (comm.workload, comm.start_ticks, comm.name) == ("train-7", 500, "ep_group")
+    assert found.unresolved == 0
+
+
+def test_the_bus_id_comes_from_the_structure(host: Host) -> None:
+    found = registry(host)
+    host.structure(10, 0x1000, comm_hash=NEW_HASH, rank=3, n_ranks=8, bus=0x3B000)
+    found.apply(init())
+    assert only(found).bus_id == "0000:3b:00.0"
+    assert only(found).identity == identity.INIT_ARGUMENTS
+
+
+def test_a_structure_that_contradicts_the_arguments_is_not_believed(host: Host) -> None:
+    found = registry(host)
+    host.structure(10, 0x1000, comm_hash=1, rank=0, n_ranks=2)
+    found.apply(init())
+    comm = only(found)
+    assert (comm.comm_hash, comm.rank, comm.bus_id) == (NEW_HASH, 3, "")
+
+
+def test_a_failed_init_makes_nothing(host: Host) -> None:
+    found = registry(host)
+    found.apply(init(rc=5))
+    assert found.alive() == []
+    assert found.failed_inits == 1
+    found.apply(init(rc=7))  # ncclInProgress is no failure
+    assert len(found.alive()) == 1
+
+
+def test_older_communicators_are_read_from_memory_at_first_use(host: Host) -> None:
+    found = registry(host)
+    host.structure(10, 0x1000, comm_hash=77, rank=1, n_ranks=4)
+    slots = found.assign(record())
+    assert found.unresolved == 1
+    found.resolve(BASE_NS)
+    comm = only(found)
+    assert comm.slot == slots[0]
+    assert (comm.comm_hash, comm.rank, comm.n_ranks) == (77, 1, 4)
+    assert (comm.identity, comm.complete) == (identity.STRUCTURE, False)
+    assert bool(found.table().resolved[slots[0]])
+    assert not bool(found.table().complete[slots[0]])
+
+
+@pytest.mark.parametrize(
+    ("rank", "n_ranks", "comm_hash"),
+    [(4, 4, 7), (-1, 4, 7), (0, 0, 7), (0, 65_537, 7), (0, 4, 0), (-2, -1, 7)],
+)
+def test_a_structure_without_sense_is_refused(
+    host: Host, rank: int, n_ranks: int, comm_hash: int
+) -> None:
+    host.structure(10, 0x1000, comm_hash=comm_hash, rank=rank, n_ranks=n_ranks)
+    assert structure.read(Processes(host.root), 10, 0x1000, Offsets()) is None
+
+
+def test_a_wrong_magic_is_refused_until_it_is_right(host: Host) -> None:
+    found = registry(host)
+    host.structure(10, 0x1000, comm_hash=77, rank=1, n_ranks=4)
+    host.write(10, 0x1000, b"\1" * 8)
+    found.assign(record())
+    for i in range(3 * MAX_ATTEMPTS):
+        found.resolve(BASE_NS + i * 10 * SECOND)
+    assert found.unresolved == 1
+    assert found.unresolved_reasons() == {"structure not readable or not yet valid": 1}
+    host.write(10, 0x1000, struct.pack("<Q", structure.MAGIC))
+    found.apply(comm_event(CommKind.FIRST_USE))
+    assert only(found).comm_hash == 77
+
+
+def test_init_all_is_local_to_its_process(host: Host) -> None:
+    found = registry(host, Library(comm_offsets=None))
+    found.apply(
+        records(
+            *(
+                comm_event(
+                    CommKind.INIT_ALL,
+                    comm=0x1000 * (i + 1),
+                    key=i,
+                    rank=i,
+                    n_ranks=2,
+                    slot=0x90 + 8 * i,
+                    flags=CommFlag.RANK,
+                )
+                for i in range(2)
+            )
+        )
+    )
+    first, second = found.alive()
+    assert first.comm_hash == second.comm_hash != 0
+    assert (first.rank, second.rank, first.identity) == (0, 1, identity.PROCESS)
+
+
+def split(comm: int, color: int, **fields: object) -> np.ndarray:  # type: ignore[type-arg]
+    return comm_event(CommKind.SPLIT, comm=comm, parent=0x1000, color=color, **fields)
+
+
+def test_a_split_child_is_derived_and_verified(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    found.apply(split(0, -1, time_ns=BASE_NS + 1, slot=0x50))  # no child, but it counts
+    expected = commhash.split_hash(NEW_HASH, 2, 5, 22809)
+    host.structure(10, 0x9000, comm_hash=expected, rank=1, n_ranks=2)
+    found.apply(split(0x9000, 5, time_ns=BASE_NS + 2, slot=0x50))
+    child = found.alive()[1]
+    assert (child.comm_hash, child.rank, child.n_ranks) == (expected, 1, 2)
+    assert (child.identity, child.parent_hash) == (identity.DERIVED, NEW_HASH)
+    assert child.complete
+
+
+def test_the_structure_wins_where_the_derivation_differs(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    host.structure(10, 0x9000, comm_hash=4242, rank=1, n_ranks=2)
+    found.apply(split(0x9000, 5, time_ns=BASE_NS + 2, slot=0x50))
+    child = found.alive()[1]
+    assert (child.comm_hash, child.identity) == (4242, identity.STRUCTURE)
+
+
+def test_without_offsets_a_child_stays_unresolved(host: Host) -> None:
+    found = registry(host, Library(comm_offsets=None))
+    found.apply(init())
+    found.apply(split(0x9000, 5, time_ns=BASE_NS + 2, slot=0x50))
+    assert len(found.alive()) == 1
+    assert found.unresolved == 1
+    assert "no structure offsets for this libnccl" in found.unresolved_reasons()
+
+
+def test_a_shrink_does_not_count(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    expected = commhash.split_hash(NEW_HASH, 0, 0, 22809)
+    host.structure(10, 0x9000, comm_hash=expected, rank=1, n_ranks=7)
+    found.apply(
+        comm_event(CommKind.SHRINK, comm=0x9000, parent=0x1000, color=1, time_ns=BASE_NS + 1)
+    )
+    assert found.alive()[1].identity == identity.DERIVED
+    second = commhash.split_hash(NEW_HASH, 1, 5, 22809)
+    host.structure(10, 0xA000, comm_hash=second, rank=0, n_ranks=2)
+    found.apply(split(0xA000, 5, time_ns=BASE_NS + 2, slot=0x50))
+    assert found.alive()[2].identity == identity.DERIVED
+
+
+def test_grow_is_the_same_for_old_and_new_ranks(host: Host) -> None:
+    old, new = (
+        registry(host, Library(comm_offsets=None)),
+        registry(host, Library(comm_offsets=None)),
+    )
+    old.apply(init())
+    old.apply(
+        comm_event(
+            CommKind.GROW,
+            comm=0x9000,
+            parent=0x1000,
+            n_ranks=9,
+            rank=-1,
+            flags=CommFlag.RANK,
+            time_ns=BASE_NS + 1,
+        )
+    )
+    magic = commhash.combine(int.from_bytes(UNIQUE_ID[:8], "little"), 1)
+    new.apply(
+        comm_event(
+            CommKind.GROW,
+            comm=0x9000,
+            n_ranks=9,
+            rank=8,
+            time_ns=BASE_NS + 1,
+            id=struct.pack("<Q", magic) + bytes(120),
+            flags=CommFlag.RANK | CommFlag.ID,
+        )
+    )
+    before, after = old.alive()[1], only(new)
+    assert before.comm_hash == after.comm_hash == commhash.combine(magic, 9)
+    assert (before.rank, after.rank, after.n_ranks) == (3, 8, 9)
+
+
+def test_a_pending_pointer_is_read_when_it_is_there(host: Host) -> None:
+    found = registry(host)
+    event = init(0, slot=0x50)
+    event["flags"] |= int(CommFlag.PENDING)
+    found.apply(event)
+    found.resolve(BASE_NS)
+    assert found.unresolved == 1
+    host.write(10, 0x50, struct.pack("<Q", 0x1000))
+    found.resolve(BASE_NS + 10 * SECOND)
+    assert only(found).pointer == 0x1000
+    assert only(found).complete
+
+
+def test_a_creation_told_twice_counts_once(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    expected = commhash.split_hash(NEW_HASH, 1, 5, 22809)
+    host.structure(10, 0x9000, comm_hash=expected, rank=1, n_ranks=2)
+    pending = split(0, 5, time_ns=BASE_NS + 1, slot=0x50, flags=CommFlag.PENDING)
+    found.apply(records(pending, split(0x9000, 5, time_ns=BASE_NS + 1, slot=0x50)))
+    found.apply(split(0x9000, 5, time_ns=BASE_NS + 1, slot=0x50))
+    host.write(10, 0x50, struct.pack("<Q", 0x9000))
+    found.resolve(BASE_NS + 10 * SECOND)
+    assert [comm.pointer for comm in found.alive()] == [0x1000, 0x9000]
+    assert found.alive()[1].identity == identity.DERIVED
+    assert found.unresolved == 0
+
+
+def test_gloo_is_named_by_store_and_prefix(host: Host) -> None:
+    host.process(11, MASTER_ADDR="other", MASTER_PORT="1")
+    hashes = set()
+    for pid in (10, 11):
+        found = registry(host, Library(kind="gloo"))
+        found.apply(
+            comm_event(
+                CommKind.CONNECT,
+                tgid=pid,
+                name=b"default_pg/0//0",
+                n_ranks=4,
+                rank=pid - 9,
+                key=29500,
+                id=b"node0",
+                flags=CommFlag.NAME | CommFlag.RANK,
+            )
+        )
+        comm = only(found)
+        assert (comm.library, comm.identity, comm.complete) == (2, identity.STORE, True)
+        hashes.add(comm.comm_hash)
+    assert hashes == {commhash.stable_hash("gloo", "default_pg/0//0", "node0:29500", "4")}
+
+
+def test_gloo_falls_back_to_the_environment(host: Host) -> None:
+    found = registry(host, Library(kind="gloo"))
+    found.apply(
+        comm_event(
+            CommKind.CONNECT, name=b"pg", n_ranks=4, rank=1, flags=CommFlag.NAME | CommFlag.RANK
+        )
+    )
+    assert only(found).comm_hash == commhash.stable_hash("gloo", "pg", "node0:29500", "4")
+    host.process(12, LANTERNE_WORKLOAD="w")
+    found.apply(
+        records(
+            *(
+                comm_event(
+                    CommKind.FIRST_USE,
+                    tgid=12,
+                    comm=comm,
+                    n_ranks=4,
+                    rank=1,
+                    flags=CommFlag.RANK,
+                    time_ns=BASE_NS + comm,
+                )
+                for comm in (0x10, 0x20)
+            )
+        )
+    )
+    _, first, second = found.alive()
+    assert first.comm_hash == commhash.stable_hash("gloo", "context 1", "w", "4")
+    assert second.comm_hash == commhash.stable_hash("gloo", "context 2", "w", "4")
+    assert (first.identity, first.complete) == (identity.ENVIRONMENT, False)
+
+
+def test_a_process_with_both_libraries_is_told_by_the_probe(host: Host) -> None:
+    found = registry(host, Library(), Library(kind="gloo"), gloo_probes=(70,))
+    slots = found.assign(records(record(probe=70, comm=0x10), record(probe=1, comm=0x20)))
+    assert [comm.library for comm in found.describe(slots.tolist())] == [2, 1]
+
+
+# -- pointers ------------------------------------------------------------------------------
+
+
+def test_records_find_their_communicators(host: Host) -> None:
+    found = registry(host)
+    host.process(11)
+    found.apply(records(init(0x1000), init(0x2000, time_ns=BASE_NS + 1), init(0x1000, tgid=11)))
+    rows = records(*(record(comm=c, tgid=t) for t in (10, 11) for c in (0x1000, 0x2000, 0x3000)))
+    slots = found.assign(rows)
+    assert len(set(slots.tolist())) == 6
+    assert (found.assign(rows[::-1]) == slots[::-1]).all()
+    pointers = [(comm.tgid, comm.pointer) for comm in found.describe(slots.tolist())]
+    assert pointers == [(int(r["tgid"]), int(r["comm"])) for r in rows]
+
+
+def test_a_pointer_used_again_is_somebody_else(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    old = found.assign(record(enter_ns=BASE_NS + 10))[0]
+    found.apply(
+        records(
+            comm_event(CommKind.DESTROY, time_ns=BASE_NS + 100),
+            init(time_ns=BASE_NS + 200),
+        )
+    )
+    # Both lives in one drain, the first one's records come late.
+    slots = found.assign(records(record(enter_ns=BASE_NS + 50), record(enter_ns=BASE_NS + 300)))
+    assert slots[0] == old
+    assert slots[1] != old
+    assert found.describe([int(old)])[0].comm_hash == NEW_HASH
+
+
+@pytest.mark.parametrize("kind", [CommKind.DESTROY, CommKind.ABORT])
+def test_destroy_and_abort_forget(host: Host, kind: CommKind) -> None:
+    found = registry(host)
+    found.apply(init())
+    found.apply(comm_event(CommKind.FINALIZE, time_ns=BASE_NS + 1))
+    assert len(found.alive()) == 1
+    found.apply(comm_event(kind, time_ns=BASE_NS + 2))
+    assert found.alive() == []
+
+
+def test_a_slot_rests_before_it_is_used_anew(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    slot = only(found).slot
+    found.apply(comm_event(CommKind.DESTROY, time_ns=BASE_NS + 2))
+    released = [found.next_round().tolist() for _ in range(QUARANTINE_ROUNDS)]
+    assert released == [[]] * (QUARANTINE_ROUNDS - 1) + [[slot]]
+    found.apply(init(time_ns=BASE_NS + 3))
+    assert only(found).slot == slot
+
+
+def test_a_process_that_ended_is_forgotten(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    found.forget_processes([10], BASE_NS + 1)
+    assert found.alive() == []
+    assert found.pids() == set()
+
+
+def test_a_pid_used_again_is_found_out(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    found.verify_processes(BASE_NS + 1)
+    assert len(found.alive()) == 1
+    host.process(10, ticks=501)
+    found.verify_processes(BASE_NS + 2)
+    assert found.alive() == []
+
+
+def test_the_communicator_idle_longest_makes_room(host: Host) -> None:
+    found = registry(host, limit=16)
+    for i in range(16):
+        found.apply(init(0x1000 + i * 16, time_ns=BASE_NS + i))
+    found.assign(record(comm=0x1000, enter_ns=BASE_NS + 999))
+    found.apply(init(0x9000, time_ns=BASE_NS + 1000))
+    pointers = {comm.pointer for comm in found.alive()}
+    assert found.evicted == 1
+    assert 0x1000 in pointers
+    assert 0x1010 not in pointers
+
+
+def test_without_any_room_operations_are_counted(host: Host) -> None:
+    found = registry(host, limit=16)
+    rows = records(*(record(comm=0x10000 + i * 16) for i in range(200)))
+    slots = found.assign(rows)
+    assert int((slots == NO_SLOT).sum()) == found.without_slot > 0
+    assert len(found.pids()) == 1
+
+
+# -- processes -----------------------------------------------------------------------------
+
+
+def test_hostile_environments_are_cut_and_cleaned(host: Host) -> None:
+    host.process(12, LANTERNE_WORKLOAD="a\x1b[31m\nb" + "x" * 5000)
+    found = registry(host)
+    found.apply(init(tgid=12))
+    workload = only(found).workload
+    assert workload.startswith("a?[31m?b")
+    assert len(workload) == 128
+    assert workload.isprintable()
+
+
+def test_the_next_variable_is_asked_where_the_first_is_empty(host: Host) -> None:
+    host.process(12, LANTERNE_WORKLOAD=" ", SLURM_JOB_ID="99")
+    found = registry(host)
+    found.apply(init(tgid=12))
+    assert only(found).workload == "99"
+
+
+def test_roles_are_given_by_name(host: Host) -> None:
+    found = registry(host, roles={"ep_*": "expert"})
+    found.apply(init(name=b"ep_0", flags=CommFlag.ID | CommFlag.RANK | CommFlag.NAME))
+    assert only(found).role == "expert"
+
+
+def test_the_own_process_can_be_read() -> None:
+    mine = Processes()
+    data = struct.pack("<Q", 0x1122334455667788)
+    holder = np.frombuffer(data, np.uint8)
+    assert mine.memory(os.getpid(), holder.ctypes.data, 8) == data
+    assert mine.memory(os.getpid(), 2**63 + 5, 8) is None
+    assert mine.memory(os.getpid(), 0, 8) is None
+    assert (mine.start_ticks(os.getpid()) or 0) > 0
+    assert mine.start_ticks(2**22 + 1) is None
+    assert mine.environ(2**22 + 1) == {}

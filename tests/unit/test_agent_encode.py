@@ -1,0 +1,160 @@
+"""Batches: what the agent encodes is what the collector's own decoder accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agent_arrays import BASE_NS, comm_event, exchange, record, records
+from agent_readings import Gpu, Reading
+
+from lanterne.agent import encode as encoding
+from lanterne.agent.comms import Registry
+from lanterne.agent.encode import Context, Head, Health
+from lanterne.agent.events import Records, Rules
+from lanterne.agent.pipeline import Pipeline
+from lanterne.agent.process import Processes
+from lanterne.collector.batch import DecodedBatch, decode
+from lanterne.probes.layout import CUDA, CommFlag, CommKind, Flag, Func
+from lanterne.proto import telemetry_pb2 as pb
+
+HEAD = Head("node-1", 123, "0.1.0", "boot")
+NOTHING = np.zeros(0, comm_event(CommKind.INIT).dtype)
+
+
+def pipeline(tmp_path: Path, **options: int) -> Pipeline:
+    registry = Registry(libraries=lambda _: (), processes=Processes(tmp_path), **options)
+    return Pipeline(registry, Rules(), HEAD, BASE_NS, grace_ns=1000)
+
+
+def creation(comm: int = 0x1000, rank: int = 1, **fields: object) -> Records:
+    known = {"id": b"u" * 128, "n_ranks": 4, "rank": rank, "flags": CommFlag.ID | CommFlag.RANK}
+    return comm_event(CommKind.INIT, comm=comm, **(known | fields))
+
+
+def decoded(batches: list[tuple[int, bytes]]) -> list[DecodedBatch]:
+    found = [decode(data) for _, data in batches]
+    assert [batch.sequence for batch in found] == [sequence for sequence, _ in batches]
+    return found
+
+
+def test_the_whole_way_from_records_to_what_the_collector_reads(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    waits = Flag.BLOCKING | Flag.PAIR
+    rows = records(
+        record(seq=0, enter_ns=BASE_NS + 5, flags=waits | Flag.FIRST, duration_ns=70),
+        exchange([1, 2, 3, 4], [4, 3, 2, 1], group=1, seq=0),
+        exchange([8, 6, 4, 2], [2, 4, 6, 8], group=2, seq=1),
+    )
+    pipe.feed(rows, creation(), BASE_NS)
+    cuda = np.zeros((), CUDA)
+    cuda["launches"], cuda["captured_ops"] = 11, 3
+    context = Context(
+        realtime_offset_ns=-7,
+        gpus=[Gpu()],
+        processes={10: Reading()},
+        cuda={10: cuda[()]},
+        health=Health(events_read=5, events_lost={"ring": 2}, source_success={"nvml": True}),
+    )
+    end = BASE_NS + 10**9
+    (batch,) = decoded(pipe.close(end, 1, lambda: context, final=True))
+    assert (batch.node, batch.epoch, batch.sequence, batch.stride) == ("node-1", 123, 1, 1)
+    assert (batch.start_ns, batch.end_ns, batch.realtime_offset_ns) == (BASE_NS, end, -7)
+    assert batch.communicators.rank == (1,)
+    assert batch.communicators.gpu_index == (-1,)
+    instances = batch.instances
+    assert instances.op.tolist() == [Func.ALL_REDUCE, Func.ALL_TO_ALL_V, Func.ALL_TO_ALL_V]
+    assert instances.role.tolist() == [0, 1, 2]
+    assert instances.lane.tolist() == [0, 1, 1]
+    assert instances.evidence.tolist() == [2, 0, 0]
+    assert instances.flags.tolist() == [4, 1, 1]
+    assert instances.bytes.tolist() == [32, 10, 20]
+    assert instances.duration_ns.tolist() == [70, 0, 0]
+    assert batch.summaries.count.sum() == 3
+    assert batch.traffic.sent_bytes.tolist() == [9, 8, 7, 6]
+    assert batch.traffic.received_bytes.tolist() == [6, 7, 8, 9]
+    assert batch.gpus[0].values["utilization_ratio"] == 0.5
+    assert "power_watts" not in batch.gpus[0].values
+    assert batch.processes[0]["launches"] == 11
+    assert batch.processes[0]["captured_operations"] == 3
+    assert "run_queue_seconds" not in batch.processes[0]
+    assert batch.health["events_read"] == 5
+    assert batch.events_lost == {"ring": 2}
+
+
+def test_an_idle_window_still_describes_who_is_there(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    pipe.feed(np.zeros(0, record().dtype), creation(), BASE_NS)
+    (batch,) = decoded(pipe.close(BASE_NS + 1, 1, Context))
+    assert batch.communicators.rank == (1,)
+    assert batch.instances.seq.tolist() == []
+
+
+def test_the_gpu_is_found_by_its_bus_id(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    pipe.feed(record(), creation(), BASE_NS)
+    pipe.registry.alive()[0].bus_id = "0000:3b:00.0"
+    (batch,) = decoded(pipe.close(BASE_NS + 1, 1, lambda: Context(gpus=[Gpu()])))
+    assert batch.communicators.gpu_index == (2,)
+
+
+def test_a_communicator_that_ended_is_described_with_its_last_operations(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    pipe.feed(record(), creation(), BASE_NS)
+    pipe.feed(record()[:0], comm_event(CommKind.DESTROY, time_ns=BASE_NS + 9), BASE_NS)
+    (batch,) = decoded(pipe.close(BASE_NS + 10, 1, Context))
+    assert batch.communicators.rank == (1,)
+    (batch,) = decoded(pipe.close(BASE_NS + 11, 1, Context))
+    assert batch.communicators.rank == ()
+
+
+def test_a_large_window_is_cut_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "MAX_INSTANCES", 10)
+    monkeypatch.setattr(encoding, "MAX_TRAFFIC", 3)
+    pipe = pipeline(tmp_path)
+    rows = [record(seq=i, func=Func.ALL_TO_ALL) for i in range(25)]
+    pipe.feed(records(*rows), creation(), BASE_NS)
+    batches = decoded(pipe.close(BASE_NS + 1, 1, lambda: Context(gpus=[Gpu()])))
+    assert [batch.sequence for batch in batches] == [1, 2, 3]
+    seqs = [seq for batch in batches for seq in batch.instances.seq.tolist()]
+    assert seqs == list(range(25))
+    assert sum(int(batch.summaries.count.sum()) for batch in batches) == 25
+    assert [len(batch.gpus) for batch in batches] == [1, 0, 0]
+    assert sum(len(batch.traffic.peer) for batch in batches) == 4
+
+
+def test_hostile_arguments_do_not_cost_the_batch(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    huge = 2**64 - 1
+    rows = records(
+        record(seq=0, count=huge, enter_ns=2**63, flags=Flag.BLOCKING | Flag.PAIR),
+        record(seq=1, count=2**41, dtype=4, func=Func.ALL_TO_ALL),
+        record(seq=2, flags=Flag.BLOCKING | Flag.PAIR, duration_ns=huge),
+        record(seq=3, func=200, dtype=99, peer=-5),
+        exchange([0] * 9 + [5], [0] * 10, group=1),
+    )
+    pipe.feed(rows, creation(name=b"\x1b[31m\xff", flags=7 | CommFlag.NAME), BASE_NS)
+    (batch,) = decoded(pipe.close(BASE_NS + 1, 1, Context, final=True))
+    assert len(batch.instances.seq) == 5
+    assert batch.communicators.name[0].isprintable()
+
+
+def test_operations_before_their_communicator_is_known_come_later(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    pipe.feed(record(seq=0), NOTHING, BASE_NS)
+    (batch,) = decoded(pipe.close(BASE_NS + 1, 1, Context))
+    assert batch.communicators.rank == ()
+    event = comm_event(CommKind.FIRST_USE, n_ranks=4, rank=2, id=b"h" * 8,
+                       flags=CommFlag.ID | CommFlag.RANK)  # fmt: skip
+    pipe.feed(record(seq=1), event, BASE_NS)
+    (batch,) = decoded(pipe.close(BASE_NS + 2, 1, Context))
+    assert batch.instances.seq.tolist() == [0, 1]
+    assert pipe.operations_unresolved == 0
+
+
+def test_constants_are_those_of_the_wire() -> None:
+    assert [int(value) for value in encoding._LIBRARY] == pb.Library.values()
+    assert [int(value) for value in encoding._IDENTITY] == pb.Identity.values()

@@ -1,0 +1,252 @@
+"""The stream against a real gRPC server in this process: lost, refused, late, twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from lanterne.agent.outbox import Outbox
+from lanterne.agent.stream import Stream
+from lanterne.proto import telemetry_pb2 as pb
+from lanterne.proto import telemetry_pb2_grpc as rpc
+
+
+class Collector(rpc.TelemetryServicer):
+    """Answers each frame as `script` says; notes what it got."""
+
+    def __init__(self, script: Callable[[bytes, int], int | None] | None = None, port: int = 0):
+        self.script = script or (lambda data, seen: pb.STATUS_ACCEPTED)
+        self.frames: list[pb.Frame] = []
+        self.batches: list[bytes] = []
+        self.stride = 1
+        self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+        rpc.add_TelemetryServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        assert self.port
+        self._server.start()
+
+    def Report(  # noqa: N802
+        self, request_iterator: Iterator[pb.Frame], context: grpc.ServicerContext
+    ) -> Iterator[pb.Ack]:
+        for frame in request_iterator:
+            received = time.monotonic_ns()
+            self.frames.append(frame)
+            status: int | None = pb.STATUS_ACCEPTED
+            if frame.batch:
+                status = self.script(frame.batch, self.batches.count(frame.batch))
+                self.batches.append(frame.batch)
+            if status is None:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "script says so")
+            yield pb.Ack(
+                status=status,  # type: ignore[arg-type]
+                reason="why",
+                frame_sent_ns=frame.sent_ns,
+                collector_received_ns=received,
+                collector_sent_ns=time.monotonic_ns(),
+                stride=self.stride,
+            )
+
+    def kill(self) -> None:
+        self._server.stop(0).wait()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Collector | Stream]]:
+    """Whatever a test starts; stopped at its end."""
+    parts: list[Collector | Stream] = []
+    yield parts
+    for part in reversed(parts):
+        if isinstance(part, Stream):
+            part.close(0)
+        else:
+            part.kill()
+
+
+def make_stream(started: list[Collector | Stream], *ports: int, **options: object) -> Stream:
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    settings = {"heartbeat": 0.1, "longest_pause": 0.3} | options
+    stream = Stream(addresses, "n1", **settings)  # type: ignore[arg-type]
+    started.append(stream)
+    stream.start()
+    return stream
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.01)
+
+
+def test_batches_arrive_in_order_and_leave_the_queue(started: list[Collector | Stream]) -> None:
+    collector = Collector()
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    sent = [b"batch %d" % i for i in range(100)]
+    for i, data in enumerate(sent):
+        stream.offer(i + 1, data)
+    until(lambda: stream.totals().acknowledged == 100)
+    assert collector.batches == sent
+    assert stream.queued == (0, 0)
+    assert stream.totals().resent == 0
+
+
+def test_heartbeats_carry_the_clock_and_bring_the_stride(
+    started: list[Collector | Stream],
+) -> None:
+    collector = Collector()
+    collector.stride = 8
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    until(lambda: len(collector.frames) >= 3)
+    assert stream.stride == 8
+    first, *later = collector.frames
+    assert not first.HasField("clock")
+    for frame in later:
+        sample = frame.clock
+        assert frame.node == "n1"
+        assert sample.agent_sent_ns <= sample.collector_received_ns <= sample.collector_sent_ns
+        assert sample.collector_sent_ns <= sample.agent_received_ns <= frame.sent_ns
+
+
+def test_what_was_not_acknowledged_is_sent_again_after_a_kill(
+    started: list[Collector | Stream],
+) -> None:
+    first = Collector(lambda data, seen: None if data == b"b3" else pb.STATUS_ACCEPTED)
+    started.append(first)
+    stream = make_stream(started, first.port)
+    for i in range(1, 6):
+        stream.offer(i, b"b%d" % i)
+    until(lambda: b"b3" in first.batches)
+    first.kill()
+    started.remove(first)
+    until(lambda: not stream.connected)
+    stream.offer(6, b"b6")
+    second = Collector(port=first.port)
+    started.append(second)
+    until(lambda: stream.queued[0] == 0)
+    # Nothing is missing, in order; what had been acknowledged is not sent again.
+    assert second.batches == [b"b3", b"b4", b"b5", b"b6"]
+    assert stream.totals().dropped_queue == 0
+
+
+def test_a_duplicate_counts_as_delivered(started: list[Collector | Stream]) -> None:
+    collector = Collector(lambda data, seen: pb.STATUS_DUPLICATE)
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    stream.offer(1, b"x")
+    until(lambda: stream.queued[0] == 0)
+    assert (stream.totals().acknowledged, stream.totals().duplicates) == (1, 1)
+
+
+def test_a_refused_batch_is_dropped_counted_and_not_repeated(
+    started: list[Collector | Stream],
+) -> None:
+    collector = Collector(
+        lambda data, seen: pb.STATUS_REFUSED if data == b"bad" else pb.STATUS_ACCEPTED
+    )
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    stream.offer(1, b"bad")
+    stream.offer(2, b"good")
+    until(lambda: stream.queued[0] == 0)
+    assert (stream.totals().refused, stream.totals().acknowledged) == (1, 1)
+    assert collector.batches == [b"bad", b"good"]
+
+
+def test_retry_means_the_same_batch_later(started: list[Collector | Stream]) -> None:
+    collector = Collector(
+        lambda data, seen: pb.STATUS_RETRY if data == b"x" and not seen else pb.STATUS_ACCEPTED
+    )
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    stream.offer(1, b"x")
+    until(lambda: stream.queued[0] == 0)
+    assert collector.batches == [b"x", b"x"]
+    assert (stream.totals().retries, stream.totals().acknowledged) == (1, 1)
+
+
+def test_the_next_address_takes_over(started: list[Collector | Stream]) -> None:
+    first, second = Collector(), Collector()
+    started += [first, second]
+    stream = make_stream(started, first.port, second.port)
+    stream.offer(1, b"a")
+    until(lambda: stream.queued[0] == 0)
+    first.kill()
+    started.remove(first)
+    stream.offer(2, b"b")
+    until(lambda: stream.queued[0] == 0)
+    assert second.batches == [b"b"]
+
+
+def test_a_dead_collector_blocks_nobody_and_the_queue_is_bounded(
+    started: list[Collector | Stream],
+) -> None:
+    stream = make_stream(started, 1, max_batches=10)
+    for i in range(1, 31):
+        stream.offer(i, b"x")
+    assert stream.queued == (10, 10)
+    assert stream.totals().dropped_queue == 20
+    assert stream.close(0.1) is False
+
+
+def test_closing_waits_for_what_is_queued(started: list[Collector | Stream]) -> None:
+    collector = Collector()
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    for i in range(1, 51):
+        stream.offer(i, b"%d" % i)
+    assert stream.close(10.0) is True
+    assert len(collector.batches) == 50
+
+
+def test_closing_before_anything_was_queued_is_quick(started: list[Collector | Stream]) -> None:
+    collector = Collector()
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    until(lambda: stream.connected)
+    assert stream.close(10.0) is True
+    until(lambda: "stream" not in {thread.name for thread in threading.enumerate()})
+
+
+# -- outbox --------------------------------------------------------------------------------
+
+
+def test_the_oldest_goes_first_but_not_what_is_on_its_way() -> None:
+    outbox = Outbox(max_batches=3, max_bytes=1000)
+    for i in range(1, 4):
+        outbox.put(i, b"x")
+    item, _ = outbox.next(0.0)
+    assert item is not None
+    assert item.sequence == 1
+    outbox.put(4, b"x")
+    outbox.all_again()
+    left = []
+    while (item := outbox.next(0.0)[0]) is not None:
+        left.append(item.sequence)
+    assert left == [1, 3, 4]
+    assert outbox.dropped == 1
+
+
+def test_bytes_are_bounded_but_the_newest_stays() -> None:
+    outbox = Outbox(max_batches=10, max_bytes=5)
+    outbox.put(1, b"123")
+    outbox.put(2, b"123456789")
+    assert (len(outbox), outbox.bytes, outbox.dropped) == (1, 9, 1)
+
+
+def test_a_batch_that_must_wait_holds_those_behind_it() -> None:
+    outbox = Outbox(max_batches=10, max_bytes=100)
+    outbox.put(1, b"a")
+    outbox.put(2, b"b")
+    outbox.next(0.0)
+    outbox.again(1, not_before=5.0)
+    assert outbox.next(4.0) == (None, 1.0)
+    item, _ = outbox.next(5.0)
+    assert item is not None
+    assert item.sequence == 1
