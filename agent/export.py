@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-LOST_REASONS = ("ring", "comm_ring", "scratch", "state", "read")
+from lanterne.probes.layout import COUNTERS
+
+LOST_REASONS = tuple(name.removeprefix("lost_") for name in COUNTERS if name.startswith("lost_"))
 SOURCES = ("uprobes", "nvml", "host")
 LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
 LIBRARY_KINDS = ("nccl", "gloo", "cuda")

@@ -136,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: configuration.AgentConfig, arguments: argparse.Namespace) -> int:
+    memory.frugal()
     from lanterne.agent.daemon import Agent
 
     try:

@@ -27,6 +27,8 @@ from lanterne.collector.snapshot import Snapshot
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 NS = 10**9
+WILD_SPREAD = 1 << 22  # sequence numbers further apart are not a backlog
+CALM_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Engine:
         self._now_ns = 0
         self._window_end = 0
         self._stride = 1
+        self._crowded = False
+        self._calm = 0
 
     @property
     def stride(self) -> int:
@@ -204,11 +208,11 @@ class Engine:
             if slot is not None:
                 tables.open(table, slot.ranks)
         for table, spread in tables.crowded(flow.table, flow.seq):
-            if tables.ranks[table] == 0 or spread > self.config.rows:
+            if tables.ranks[table] == 0 or spread > WILD_SPREAD:
                 continue
             if not tables.grow(table, max(2 * spread, 2 * int(tables.width[table]))):
                 self.counts["tables_not_grown"] += 1
-                self._stride = min(self._stride * 2, self.config.max_stride)
+                self._crowded = True
 
     def _score(self, rows: I64) -> None:
         """Score rows of any tables, in blocks of communicators of one size."""
@@ -292,6 +296,7 @@ class Engine:
         blocks = self.window.close()
         self.traffic.close()
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
+        self._choose_stride()
         stats = verdicts.kind_stats(blocks)
         spans, outcome = self.window.closed.span_ns, self.window.closed.outcome
         timed = outcome[:, w.SCORED] + outcome[:, w.CLOCK]
@@ -317,6 +322,16 @@ class Engine:
                     spans[part],
                     [{k: v for v, k in s.kinds.items()} for s in slots],
                 )
+
+    def _choose_stride(self) -> None:
+        """Ask for fewer instances after a window that did not fit, for more after a calm minute."""
+        self._calm = 0 if self._crowded else self._calm + 1
+        if self._crowded:
+            self._stride = min(self._stride * 2, self.config.max_stride)
+        elif self._stride > 1 and self._calm * self.config.window_seconds >= CALM_SECONDS:
+            self._stride //= 2
+            self._calm = 0
+        self._crowded = False
 
     def _slot(self, number: int) -> Slot:
         slot = self.registry.slots[number]

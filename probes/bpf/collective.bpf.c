@@ -166,47 +166,67 @@ static inline int read_gloo_context(u64 comm, s32 *rank, u32 *n_ranks)
 	return -1;
 }
 
-/* Fills everything but what fill_from_thread fills. 0; or a negative number when the record
- * cannot be made, which is then counted. */
-static inline int decode(struct pt_regs *ctx, struct lanterne_row *row, u16 probe,
-			 struct lanterne_record *r, struct lanterne_thread **thread,
-			 struct lanterne_comm **comm, struct arguments *a)
+/* What is known of a call before its record exists. */
+struct call {
+	struct arguments arguments;
+	struct lanterne_thread *thread;
+	struct lanterne_comm *comm;
+	u64 now;
+	u64 id;
+	u64 pointer; /* of the communicator */
+	u32 seq;
+	u16 probe;
+	u8 flags;
+};
+
+/* 0; or a negative number when the call cannot be recorded, which is then counted. */
+static inline int identify(struct pt_regs *ctx, struct lanterne_row *row, struct call *call)
 {
-	u64 id = bpf_get_current_pid_tgid();
 	struct lanterne_thread *t;
 	struct lanterne_comm *c;
 	bool fresh = false;
-	u64 v, scale;
 
-	read_arguments(ctx, a);
-	r->duration_ns = 0;
-	r->tgid = id >> 32;
-	r->tid = (u32)id;
-	r->rc = 0;
-	r->probe = probe;
-	r->func = row->func;
-	r->pad[0] = r->pad[1] = r->pad[2] = 0;
-	r->flags = row->flags;
-	if (fetch(a, &row->source[LANTERNE_COMM], &r->comm)) {
+	read_arguments(ctx, &call->arguments);
+	if (fetch(&call->arguments, &row->source[LANTERNE_COMM], &call->pointer)) {
 		count(LANTERNE_N_LOST_READ);
 		return -1;
 	}
-	t = thread_of(id);
-	c = comm_of(id >> 32, r->comm, &fresh);
+	t = thread_of(call->id);
+	c = comm_of(call->id >> 32, call->pointer, &fresh);
 	if (!t || !c) {
 		count(LANTERNE_N_LOST_STATE);
 		return -1;
 	}
-	*thread = t;
-	*comm = c;
-	r->seq = number_of(c, t->group, r->flags);
+	call->thread = t;
+	call->comm = c;
+	call->flags = row->flags;
+	call->seq = number_of(c, t->group, call->flags);
 	if (fresh) {
-		r->flags |= LANTERNE_F_FIRST;
+		call->flags |= LANTERNE_F_FIRST;
 		if (row->traits & LANTERNE_R_GLOO)
-			read_gloo_context(r->comm, &c->rank, &c->n_ranks);
-		tell_first_use(r->enter_ns, id, r->comm, c, probe);
+			read_gloo_context(call->pointer, &c->rank, &c->n_ranks);
+		tell_first_use(call->now, call->id, call->pointer, c, call->probe);
 	}
-	/* What is missing below is told as 0 elements, type 255, peer -1: the call still counts. */
+	return 0;
+}
+
+/* What is missing here is told as 0 elements, type 255, peer -1: the call still counts. */
+static inline void fill_from_arguments(struct lanterne_record *r, struct lanterne_row *row,
+				       const struct call *call)
+{
+	const struct arguments *a = &call->arguments;
+	u64 v, scale;
+
+	r->enter_ns = call->now;
+	r->duration_ns = 0;
+	r->comm = call->pointer;
+	r->tgid = call->id >> 32;
+	r->tid = (u32)call->id;
+	r->seq = call->seq;
+	r->rc = 0;
+	r->probe = call->probe;
+	r->func = row->func;
+	r->pad[0] = r->pad[1] = r->pad[2] = 0;
 	if (fetch(a, &row->source[LANTERNE_COUNT], &v))
 		v = 0;
 	if (row->source[LANTERNE_SCALE].kind) {
@@ -215,7 +235,7 @@ static inline int decode(struct pt_regs *ctx, struct lanterne_row *row, u16 prob
 		v *= scale;
 	}
 	if (row->traits & LANTERNE_R_PER_PEER)
-		v = c->n_ranks ? v / c->n_ranks : 0;
+		v = call->comm->n_ranks ? v / call->comm->n_ranks : 0;
 	r->count = v;
 	r->dtype = 255;
 	if (row->source[LANTERNE_DTYPE].kind && !fetch(a, &row->source[LANTERNE_DTYPE], &v))
@@ -226,6 +246,31 @@ static inline int decode(struct pt_regs *ctx, struct lanterne_row *row, u16 prob
 	if (fetch(a, &row->source[LANTERNE_STREAM], &v))
 		v = 0;
 	r->stream = v;
+	fill_from_thread(r, call->thread, call->flags);
+}
+
+int collective_entry(struct pt_regs *ctx)
+{
+	u32 probe = (u32)bpf_get_attach_cookie(ctx);
+	struct lanterne_row *row = row_of(probe);
+	struct lanterne_record *r;
+	struct call call;
+
+	if (!row)
+		return 0;
+	call.now = bpf_ktime_get_ns();
+	call.id = bpf_get_current_pid_tgid();
+	call.probe = (u16)probe;
+	if (identify(ctx, row, &call))
+		return 0;
+	r = ring.ringbuf_reserve(sizeof(*r));
+	if (!r) {
+		count(LANTERNE_N_LOST_RING);
+		return 0;
+	}
+	fill_from_arguments(r, row, &call);
+	ring.ringbuf_submit(r, NO_WAKEUP);
+	count(LANTERNE_N_SUBMITTED);
 	return 0;
 }
 
@@ -240,25 +285,6 @@ static inline void submit(const struct lanterne_record *from)
 	__builtin_memcpy(r, from, sizeof(*r));
 	ring.ringbuf_submit(r, NO_WAKEUP);
 	count(LANTERNE_N_SUBMITTED);
-}
-
-int collective_entry(struct pt_regs *ctx)
-{
-	u32 probe = (u32)bpf_get_attach_cookie(ctx);
-	struct lanterne_row *row = row_of(probe);
-	struct lanterne_thread *t = NULL;
-	struct lanterne_comm *c = NULL;
-	struct lanterne_record r;
-	struct arguments a;
-
-	if (!row)
-		return 0;
-	r.enter_ns = bpf_ktime_get_ns();
-	if (decode(ctx, row, (u16)probe, &r, &t, &c, &a) || !t)
-		return 0;
-	fill_from_thread(&r, t, r.flags);
-	submit(&r);
-	return 0;
 }
 
 /* The call of a thread that has been entered and has not returned. */
@@ -304,11 +330,8 @@ int pair_entry(struct pt_regs *ctx)
 	u32 probe = (u32)bpf_get_attach_cookie(ctx);
 	u64 id = bpf_get_current_pid_tgid();
 	struct lanterne_row *row = row_of(probe);
-	struct open_call *open = open_calls.lookup(&id);
-	struct lanterne_thread *t = NULL;
-	struct lanterne_comm *c = NULL;
-	struct open_call call;
-	struct arguments a;
+	struct open_call *open = open_calls.lookup(&id), fresh;
+	struct call call;
 	u64 vector;
 
 	if (!row)
@@ -323,20 +346,22 @@ int pair_entry(struct pt_regs *ctx)
 		open->open = 0;
 		submit(&open->record);
 	}
-	call.record.enter_ns = bpf_ktime_get_ns();
-	if (decode(ctx, row, (u16)probe, &call.record, &t, &c, &a) || !t || !c)
+	call.now = bpf_ktime_get_ns();
+	call.id = id;
+	call.probe = (u16)probe;
+	if (identify(ctx, row, &call))
 		return 0;
-	fill_from_thread(&call.record, t, call.record.flags);
+	fill_from_arguments(&fresh.record, row, &call);
 	if (row->source[LANTERNE_VECTOR].kind &&
-	    !fetch(&a, &row->source[LANTERNE_VECTOR], &vector)) {
-		call.record.group = next_group();
-		tell_vector(&call.record, vector, c->n_ranks);
+	    !fetch(&call.arguments, &row->source[LANTERNE_VECTOR], &vector)) {
+		fresh.record.group = next_group();
+		tell_vector(&fresh.record, vector, call.comm->n_ranks);
 	}
-	call.sp = ctx->sp;
-	call.open = 1;
+	fresh.sp = ctx->sp;
+	fresh.open = 1;
 	if (open)
-		__builtin_memcpy(open, &call, sizeof(call));
-	else if (open_calls.update(&id, &call))
+		__builtin_memcpy(open, &fresh, sizeof(fresh));
+	else if (open_calls.update(&id, &fresh))
 		count(LANTERNE_N_LOST_SCRATCH);
 	return 0;
 }

@@ -183,10 +183,24 @@ def test_the_survey_finds_a_running_job_and_attaches_nothing(tmp_path: Path) -> 
         assert any("AllReduce" in s.symbol or "EnqueueCheck" in s.symbol for s in nccl.sites)
         assert all(site.cheap and site.offset > 0 for site in nccl.sites)
         assert any(row.check == "library" and str(paths.nccl) in row.detail for row in rows)
-        uprobed = [
-            line for pid in job.pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-        ]
-        assert not any("[uprobes]" in line for line in uprobed)
+        original = paths.nccl.read_bytes()
+        for site in nccl.sites:
+            # A probed place holds a breakpoint, in the process and not in the file.
+            mapped = code_at(job.pids[0], paths.nccl, site.offset)
+            assert mapped == original[site.offset : site.offset + 1] != b"\xcc"
+
+
+def code_at(pid: int, library: Path, offset: int) -> bytes:
+    """The byte of the process's memory that maps this offset of the file."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, mode, base, *_, name = line.split()
+        start, end = (int(part, 16) for part in span.split("-"))
+        inside = offset - int(base, 16)
+        if name == str(library) and "x" in mode and 0 <= inside < end - start:
+            with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+                memory.seek(start + inside)
+                return memory.read(1)
+    raise AssertionError(f"{library} is not mapped at {offset:#x}")
 
 
 def test_a_broken_library_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
