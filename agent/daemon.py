@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lanterne.agent import privileges
+from lanterne.agent import memory, privileges
 from lanterne.agent.comms import Registry
 from lanterne.agent.config import AgentConfig
 from lanterne.agent.encode import Context, Head, Health
@@ -35,6 +35,7 @@ SHORTEST_DRAIN = 0.002
 SCAN_SHARE = 0.01  # of one core, at most, for searching /proc
 LONGEST_SCAN_PAUSE = 5.0
 LOST_PREFIX = "lost_"
+TIDY_AFTER = 3.0  # seconds after start, or after a library was examined
 
 
 def version() -> str:
@@ -130,6 +131,7 @@ class Agent:
         )
         self._state = AgentState(node=config.node.name, version=version())
         self._exporter: Exporter | None = None
+        self._tidy_at = time.monotonic() + TIDY_AFTER
 
     # -- start ------------------------------------------------------------------------------
 
@@ -207,6 +209,9 @@ class Agent:
                 self._close_window()
                 # Late windows are not made up for: the next one ends a full length from now.
                 next_window = max(next_window + window.seconds, now + window.seconds / 2)
+            if now >= self._tidy_at:
+                memory.let_go()
+                self._tidy_at = float("inf")
             due = min(next_scan, next_window) - time.monotonic()
             self._stop.wait(max(0.0, min(pause, due)))
 
@@ -231,6 +236,8 @@ class Agent:
                 log.error("scan failed", extra={"reason": str(error)})
                 return time.monotonic() - begin
             self._success["uprobes"] = True
+            if scan.new_libraries:
+                self._tidy_at = begin + TIDY_AFTER
             for library in scan.new_libraries:
                 log.info(
                     "library",

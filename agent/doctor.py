@@ -27,6 +27,7 @@ from lanterne.agent.doctor_view import (
     LibraryView,
     Report,
     Row,
+    Status,
     blind_rows,
     clean,
     library_rows,
@@ -63,10 +64,10 @@ def examine(config: AgentConfig, *, proc: Path = Path("/proc"), sys: Path = Path
     ]
     can_load = not any(row.status == "fail" for row in rows)
     rows.append(self_test_row(config, can_load))
-    found_rows, libraries = survey(config, proc)
-    rows += found_rows
     rows += nvml_rows(config.sources.nvml)
     rows += [collector_row(address) for address in config.collector.addresses]
+    found_rows, libraries = survey(config, proc)
+    rows += found_rows
     works = not any(row.status == "fail" for row in rows)
     rows = [Row(r.check, r.status, clean(r.detail), clean(r.remedy)) for r in rows]
     return Report(metadata.version("lanterne"), works, tuple(rows), libraries)
@@ -83,8 +84,9 @@ def kernel_rows(support: kernel.KernelSupport) -> Iterator[Row]:
     have = ", ".join(name for name, there in features.items() if there)
     missing = ", ".join(name for name, there in features.items() if not there)
     detail = f"Linux {support.release}: {have or 'nothing that the probes need'}"
-    yield Row("kernel", "info", detail + (f"; missing: {missing}" if missing else ""))
-    yield Row("capabilities", "info", ", ".join(support.capabilities) or "none of those needed")
+    status: Status = "info" if support.problems else "ok"
+    yield Row("kernel", status, detail + (f"; missing: {missing}" if missing else ""))
+    yield Row("capabilities", status, ", ".join(support.capabilities) or "none of those needed")
     for problem in support.problems[:MAX_PROBLEM_ROWS]:
         what, _, remedy = problem.partition(": ")
         yield Row("kernel", "fail", what, remedy)

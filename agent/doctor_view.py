@@ -96,7 +96,7 @@ def library_rows(libraries: Sequence[LibraryView]) -> list[Row]:
     for library in libraries:
         name = f"{library.path} ({' '.join(filter(None, (library.kind, library.version)))})"
         if library.state == "failed":
-            remedy = "nothing else is affected; if it is not a process that just ended, see the file"
+            remedy = "the others are not affected; look at the file, if its process still runs"
             rows.append(Row("library", "warn", f"{name}: {library.error}", remedy))
             continue
         if library.state == "nothing_to_probe":
@@ -171,6 +171,10 @@ def _wrap(head: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head)) or [
         head.rstrip()
     ]
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number} {one}" if number == 1 else f"{number} {one}es"
 
 
 def _some(names: Iterable[str], most: int = 6) -> str:

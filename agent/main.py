@@ -15,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from lanterne.agent import config as configuration
 from lanterne.agent import log as logs
+from lanterne.agent import memory
 from lanterne.agent.errors import AgentError, ConfigError
 
 log = logging.getLogger("lanterne.agent")

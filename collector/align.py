@@ -56,7 +56,7 @@ class Extents:
         if at < len(self._free) and self._free[at][0] == start + size:
             size += self._free.pop(at)[1]
         if at > 0 and sum(self._free[at - 1]) == start:
-            start, before = self._free.pop(at - 1)[0], self._free[at - 1][1]
+            start, before = self._free.pop(at - 1)
             size += before
         insort(self._free, (start, size))
 
@@ -154,12 +154,15 @@ class Tables:
         if self.ranks[table]:
             width = int(self.width[table])
             self.cells.give(int(self.base[table]), int(self.ranks[table]) * width)
-            row_base = int(self.row_base[table])
-            self.state[row_base : row_base + width] = EMPTY
-            self.need[row_base : row_base + width] = 0
-            self.filled[row_base : row_base + width] = 0
-            self.rows.give(row_base, width)
+            self._vacate(int(self.row_base[table]), width)
             self.ranks[table] = 0
+
+    def _vacate(self, row_base: int, width: int) -> None:
+        rows = slice(row_base, row_base + width)
+        self.tag[rows] = -1
+        self.state[rows] = EMPTY
+        self.need[rows] = self.filled[rows] = 0
+        self.rows.give(row_base, width)
 
     def cells_of(self, rows: I64, ranks: int) -> I64:
         """[ranks, len(rows)] cell numbers of rows whose tables all have `ranks` ranks."""
@@ -225,10 +228,7 @@ class Tables:
         self.tag[target_rows], self.filled[target_rows] = tags, filled
         self.since[target_rows], self.state[target_rows] = since, state
         self.cells.give(old_base, ranks * old_width)
-        self.state[old_rows : old_rows + old_width] = EMPTY
-        self.need[old_rows : old_rows + old_width] = 0
-        self.filled[old_rows : old_rows + old_width] = 0
-        self.rows.give(old_rows, old_width)
+        self._vacate(old_rows, old_width)
         self.counts.grown += 1
         return True
 

@@ -19,6 +19,7 @@ from lanterne.collector.align import Tables
 from lanterne.collector.analyse import gather, scoring, totals, verdicts, view
 from lanterne.collector.analyse import window as w
 from lanterne.collector.analyse.account import Accounts
+from lanterne.collector.analyse.joining import Joining
 from lanterne.collector.analyse.registry import Registry, Resolved, Slot
 from lanterne.collector.batch import DecodedBatch
 from lanterne.collector.clock import SAME_CLOCK, ClockObservation, Estimate, NodeClock
@@ -69,6 +70,7 @@ class Engine:
         self.traffic = totals.TrafficTotals(c.members)
         self.accounts = Accounts(self.tables, self.window, self.waits, self.registry)
         self.carry = gather.Carry(c.processes)
+        self.joining = Joining(2 * c.communicators, c.members)
         self.clocks: dict[str, NodeClock] = {}
         self.counts: Counter[str] = Counter()
         self._pending: list[DecodedBatch] = []
@@ -155,6 +157,7 @@ class Engine:
             rows_no_room=t.no_room,
             own_samples_skipped=self.window.own_skipped,
             series_dropped=self.summaries.dropped + self.waits.dropped,
+            rows_joining=self.joining.rows_used,
             cells_used=self.tables.cells.used,
         )
         found.update({f"dropped_{k}": v for k, v in self.registry.dropped.items()})
@@ -168,12 +171,16 @@ class Engine:
                 self.window.forget(number, slot.base, slot.ranks)
                 self.verdicts.forget(slot.base, slot.ranks)
                 self.traffic.forget(number, slot.base, slot.ranks)
+                self.joining.forget(number, slot.base, slot.ranks, late=slot.late_attached)
         if r.fresh_processes:
             self.carry.forget(r.fresh_processes)
         r.fresh, r.fresh_processes = [], []
 
     def _renew(self) -> None:
         for number in set(self.registry.restarted):
+            slot = self.registry.slots[number]
+            if slot is not None:
+                self.joining.forget(number, slot.base, slot.ranks, late=True)
             self.tables.clear(2 * number)
             self.tables.clear(2 * number + 1)
         self.registry.restarted = []
@@ -189,6 +196,8 @@ class Engine:
         self._add_summaries(group)
         self._add_traffic(group)
         flow = gather.collect(group)
+        if flow is not None:
+            flow = self._join(flow)
         if flow is None:
             return
         self._make_room(flow)
@@ -200,6 +209,32 @@ class Engine:
         self._score(self.tables.displaced(row, flow.seq))
         events = self.carry.link(flow, cell)
         self._score(self.tables.scatter(events, cell, row, self._now_ns))
+
+    def _join(self, flow: gather.Flow) -> gather.Flow | None:
+        """Bring communicators that were met running onto common sequence numbers."""
+        r = self.registry
+        if not self.joining.late[flow.slot].any():
+            return flow
+        offset, error = self._solve_clocks()
+        node = r.node[flow.member]
+        one_node = self._on_one_node(np.unique(flow.slot))[flow.slot]
+        known = np.where(one_node, 0.0, np.where(np.isfinite(error[node]), offset[node], np.nan))
+        seen = {
+            int(n): int((r.process[s.base : s.base + s.ranks] >= 0).sum())
+            for n in np.unique(flow.slot)
+            if (s := r.slots[n]) is not None
+        }
+        return self.joining.align(flow, r.complete, known, seen, self._now_ns)
+
+    def _on_one_node(self, slots: I64) -> npt.NDArray[np.bool_]:
+        """[slot] whether all ranks seen are on one node; their clock needs no offset then."""
+        one = np.zeros(self.config.communicators, bool)
+        for number in slots.tolist():
+            slot = self.registry.slots[number]
+            if slot is not None:
+                nodes = self.registry.node[slot.base : slot.base + slot.ranks]
+                one[number] = len(np.unique(nodes[nodes >= 0])) == 1
+        return one
 
     def _make_room(self, flow: gather.Flow) -> None:
         tables = self.tables

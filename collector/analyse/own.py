@@ -31,9 +31,9 @@ def before_wait(
     return np.maximum((arrival - previous) / stride - previous_duration, 0.0).astype(np.float32)
 
 
-def after_wait(gap: F64, wait: F64, has_previous: npt.NDArray[np.bool_]) -> F64:
+def after_wait(gap: F32, wait: F32, has_previous: npt.NDArray[np.bool_]) -> F32:
     """Take the previous operation's wait off where there is one to take off; at least 0."""
-    return np.maximum(gap - np.where(has_previous, wait, 0.0), 0.0)
+    return np.maximum(gap - np.where(has_previous, wait, np.float32(0)), np.float32(0))
 
 
 def medians(own: F32) -> tuple[F64, F64, I64]:

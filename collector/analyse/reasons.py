@@ -57,7 +57,7 @@ def absent(
     *,
     ranks: int,
     seen: int,
-    late_attached: bool,
+    joining: bool,
     clock_error_s: float,
 ) -> Reason:
     """(code, text) for a span whose waits are not shown; ("", "") when they are."""
@@ -67,6 +67,9 @@ def absent(
         return _OF_OUTCOME[w.ALONE]
     if seen < MIN_COVERAGE * ranks:
         return "ranks_missing", f"ranks missing: {seen} of {ranks} seen"
+    if joining:
+        text = "the agent met the communicator running: sequence numbers not aligned yet"
+        return "late_attached", text
     if not outcome.any():
         return "idle", "no operation in the last windows"
     rows = outcome.copy()
@@ -74,10 +77,7 @@ def absent(
     most = int(rows.argmax())
     if most == w.CLOCK:
         return _clock(clock_error_s)
-    code, text = _OF_OUTCOME[most]
-    if most == w.MISALIGNED and late_attached:
-        return "late_attached", f"{text}: the agent met the communicator running"
-    return code, text
+    return _OF_OUTCOME[most]
 
 
 def _clock(error_s: float) -> Reason:

@@ -71,6 +71,7 @@ class Registry:
         self.slot_of = np.full(members, -1, np.int32)
         self.seen_ns = np.zeros(members, np.int64)
         self.epoch = np.zeros(members, np.int64)
+        self.complete = np.zeros(members, bool)
         self._gpus: dict[tuple[int, str], int] = {}
         self.nodes: list[Node] = []
         self.node_number: dict[str, int] = {}
@@ -187,9 +188,12 @@ class Registry:
         bus = c.gpu_bus_id[i]
         if bus and len(self._gpus) < len(self.gpu):
             self.gpu[member] = self._gpus.setdefault((node, bus), len(self._gpus))
+        self.complete[member] = c.complete[i]
         slot = self.slots[number]
         if slot is not None and not c.complete[i]:
+            # With every rank that joins, the shifts between all of them are found anew.
             slot.late_attached = True
+            self.restarted.append(number)
 
     def _process(self, node: int, pid: int, ticks: int, now_ns: int) -> int:
         key = (node, pid, ticks)

@@ -21,7 +21,7 @@ from lanterne.collector.align import (
     PRESENT,
     Tables,
 )
-from lanterne.collector.analyse import blame, ops, waits
+from lanterne.collector.analyse import blame, ops, own, waits
 from lanterne.collector.analyse import window as w
 
 F32 = npt.NDArray[np.float32]
@@ -254,9 +254,9 @@ def own_times(tables: Tables, j: Judged) -> tuple[F32, F32]:
     has = previous >= 0
     blocked = np.zeros((1, 1), np.float32)
     if has.any():
-        wait = np.where(has, tables.wait[np.maximum(previous, 0)], np.float32(0))
-        gap = np.maximum(gap - wait, np.float32(0))
-        blocked = np.maximum(tables.sync[j.cells] - wait, np.float32(0))
+        wait = tables.wait[np.maximum(previous, 0)]
+        gap = own.after_wait(gap, wait, has)
+        blocked = own.after_wait(tables.sync[j.cells], wait, has)
     if j.present is not None:
         gap = np.where(j.present, gap, np.float32(np.nan))
     return gap, blocked

@@ -149,7 +149,7 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
         f.outcome[i],
         ranks=slot.ranks,
         seen=int(f.seen[i]),
-        late_attached=slot.late_attached,
+        joining=engine.joining.waiting(number),
         clock_error_s=_clock_error(engine, f.member[low:high]),
     )
     return CommunicatorView(

@@ -61,10 +61,11 @@ def perf() -> Iterator[Loaded]:
     yield from _load("perf")
 
 
-@pytest.fixture(params=["multi", "perf"])
+@pytest.fixture
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    """Both ways of attaching."""
-    found: Loaded = request.getfixturevalue(request.param)
+    """Multi-uprobes, or what a test asks for with ``parametrize("loaded", ..., indirect=True)``:
+    perf events are slow to place, so only some tests run with both."""
+    found: Loaded = request.getfixturevalue(getattr(request, "param", "multi"))
     return found
 
 

@@ -67,7 +67,8 @@ def _body(row: catalog.Row) -> str:
         return (
             f"EXPORT long {name}(void *options) {label};\nlong {name}(void *options) {{ "
             "if (stub_leave) { stub_leave = 0; longjmp(place, 1); } "
-            "if (stub_nested) stub_nested(options); return stub_rc; }\n"
+            "void (*nested)(void *) = stub_nested; stub_nested = NULL; "
+            "if (nested) nested(options); return stub_rc; }\n"
         )
     return f"EXPORT long {name}(void) {label};\nlong {name}(void) {{ return stub_rc; }}\n"
 
@@ -96,6 +97,7 @@ def source(library: catalog.Library, *, enqueue: bool) -> str:
             "return 0; }\n"
         )
     if library is catalog.Library.GLOO:
+        parts.append("EXPORT void stub_nested_target(void *options) { f76(options); }\n")
         parts.append(
             "EXPORT long call_and_leave(long (*f)(void *), void *options) "
             "{ if (setjmp(place)) return 77; stub_leave = 1; return f(options); }\n"

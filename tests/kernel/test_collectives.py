@@ -13,6 +13,8 @@ from lanterne.probes.rows import Field, SourceKind
 
 pytestmark = pytest.mark.kernel
 
+both_methods = pytest.mark.parametrize("loaded", ["multi", "perf"], indirect=True)
+
 VALUES = {
     Field.COMM: 0x7F1200345670,
     Field.COUNT: 0x1_2345_6789,
@@ -36,6 +38,7 @@ def arguments(row: catalog.Row) -> list[int]:
     return [placed.get(index, filler) for index in range(max(placed) + 1)]
 
 
+@both_methods
 def test_exported_rows(exported: Any) -> None:
     for row in catalog.COLLECTIVES:
         exported.caller.call(row.symbol, *arguments(row))
@@ -103,6 +106,7 @@ def test_sequence_numbers_per_communicator_and_lane(exported: Any) -> None:
     assert events["comm"].tolist() == [0x1000, 0x2000]
 
 
+@both_methods
 def test_groups(exported: Any) -> None:
     call = exported.caller.call
     call("pncclGroupStart")
@@ -151,6 +155,7 @@ def test_groups_belong_to_threads(exported: Any) -> None:
     assert records["tid"][0] == records["tid"][2] != records["tid"][1]
 
 
+@both_methods
 @pytest.mark.parametrize("calls", [1, 1000])
 def test_every_call_is_seen_once(exported: Any, calls: int) -> None:
     before = exported.loaded.programs.counters()

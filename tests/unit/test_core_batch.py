@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -185,10 +186,9 @@ def test_refusals_name_the_field_and_the_limit(
 ) -> None:
     batch = valid()
     change(batch)
-    with pytest.raises(BatchRefused, match="") as refusal:
+    with pytest.raises(BatchRefused, match=re.escape(words)) as refusal:
         decode(batch.SerializeToString())
     assert refusal.value.code == code
-    assert words in str(refusal.value)
 
 
 def test_size_limits() -> None:
@@ -206,9 +206,13 @@ def test_size_limits() -> None:
 
 def _try(data: bytes, engine: Engine) -> DecodedBatch | None:
     """Whatever the bytes: a batch that the engine takes, or BatchRefused."""
+    refusal, batch = None, None
     try:
         batch = decode(data, received_ns=10**9)
-    except BatchRefused as refusal:
+    except BatchRefused as error:
+        refusal = error
+    if batch is None:
+        assert refusal is not None
         assert refusal.code
         assert str(refusal)
         return None

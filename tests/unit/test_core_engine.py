@@ -582,6 +582,69 @@ def test_restarted_job_under_the_same_hash_starts_anew() -> None:
     assert snapshot.communicators[0].instances == 300
 
 
+@pytest.mark.parametrize("evidence", [2, 3])
+def test_communicator_met_running_is_brought_into_step(evidence: int) -> None:
+    """The agent attached in the middle: each rank counts from another operation."""
+    own = noisy(np.random.default_rng(30), 2000, 4)
+    own[:, 1] += 2 * MS
+    began = np.array([0, 3, 1, 2])
+    engine = Engine(SMALL, boot_id=BOOT)
+    for batch in simulate(own, evidence=evidence, complete=False).batches():
+        seq = np.frombuffer(batch.instances.seq, "<u4").astype(np.int64)
+        index = np.frombuffer(batch.instances.communicator, "<u4")
+        batch.instances.seq = (seq - began[index]).clip(0).astype("<u4").tobytes()
+        batch.instances.flags = bytes(len(seq))
+        engine.apply(decode(batch.SerializeToString(), received_ns=batch.end_ns))
+        snapshot = engine.snapshot(0.0)
+    comm, ranks = snapshot.communicators[0], snapshot.ranks
+    assert comm.absent_reason == ""
+    assert [r for r, _ in named(snapshot)] == [1]
+    assert comm.waits_for == 1
+    assert comm.complete_share > 0.98
+    true = own.max(axis=1, keepdims=True) - own
+    scored = comm.waits[("all_reduce", EVIDENCE[evidence])].bins.sum() / 4
+    np.testing.assert_allclose(
+        ranks.wait_seconds / scored, true.mean(axis=0) / 1e9, rtol=0.05, atol=1e-5
+    )
+
+
+def test_restarted_agent_counts_anew() -> None:
+    own = noisy(np.random.default_rng(31), 3000, 4)
+    own[:, 2] += 2 * MS
+    engine = Engine(SMALL, boot_id=BOOT)
+    for batch in simulate(own).batches():
+        seq = np.frombuffer(batch.instances.seq, "<u4").astype(np.int64)
+        if seq.min() >= 1500:
+            index = np.frombuffer(batch.instances.communicator, "<u4")
+            first = np.array([1500, 1499, 1498, 1500])
+            batch.instances.seq = (seq - first[index]).astype("<u4").tobytes()
+            batch.epoch += 1
+            for c in batch.communicators:
+                c.complete = False
+        elif seq.max() >= 1500:
+            continue  # lost with the agent
+        engine.apply(decode(batch.SerializeToString(), received_ns=batch.end_ns))
+        snapshot = engine.snapshot(0.0)
+    comm = snapshot.communicators[0]
+    assert [r for r, _ in named(snapshot)] == [2]
+    assert comm.instances > 2500
+    assert comm.complete_share > 0.98
+
+
+def test_shift_that_is_not_clear_is_not_guessed() -> None:
+    """Arrivals of evidence, but scattered over several periods: no shift stands out."""
+    rng = np.random.default_rng(32)
+    job = simulate(noisy(rng, 1000, 4), evidence=3, complete=False)
+    job.arrival += rng.integers(0, 60 * MS, job.arrival.shape)
+    engine = Engine(SMALL, boot_id=BOOT)
+    for batch in job.batches():
+        engine.apply(decode(batch.SerializeToString(), received_ns=batch.end_ns))
+        snapshot = engine.snapshot(0.0)
+    assert named(snapshot) == []
+    assert "not aligned" in snapshot.communicators[0].absent_reason
+    assert np.isnan(snapshot.ranks.wait_seconds).all()
+
+
 def test_ended_and_idle_communicators_vanish() -> None:
     engine = Engine(SMALL, boot_id=BOOT)
     drive([simulate(noisy(np.random.default_rng(21), 200, 4))], engine)

@@ -59,7 +59,7 @@ def test_clock_error_hides_only_what_it_could_explain() -> None:
 def test_own_time_with_and_without_durations() -> None:
     gap = own.before_wait(np.array([100, 100]), np.array([40, 40]), np.array([25.0, 0]), 1)
     assert gap.tolist() == [35, 60]
-    after = own.after_wait(gap.astype(float), np.array([0.0, 20]), np.array([False, True]))
+    after = own.after_wait(gap, np.array([NAN, 20], np.float32), np.array([False, True]))
     assert after.tolist() == [35, 40]
     assert own.before_wait(np.array([50]), np.array([40]), np.array([25.0]), 1).tolist() == [0]
     assert own.before_wait(np.array([100]), np.array([40]), np.array([5.0]), 2).tolist() == [25]

@@ -26,7 +26,7 @@ def show():
 """
 
 
-def steps(libraries: Path, script: str, **env: str) -> list[tuple[bool, str, list[dict[str, Any]]]]:
+def steps(libraries: Path, script: str, **env: str) -> list[tuple[bool, str, list[Any]]]:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PRELUDE + script],
         env=dict(os.environ, LD_LIBRARY_PATH=str(libraries), **env),
@@ -187,8 +187,8 @@ def test_a_query_that_fails_leaves_only_its_own_fields_out(
 
 
 def test_identity_and_lists_that_fail_are_empty(libraries: Path, tmp_path: Path) -> None:
-    names = ("UUID", "Name", "PciInfo_v3", "CurrentClocksEventReasons")
-    names += ("ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2")
+    names = ["UUID", "Name", "PciInfo_v3", "CurrentClocksEventReasons"]
+    names += ["ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2"]
     fail = [f"fail.nvmlDeviceGet{name}=999" for name in names]
     lines = ("count=1", "gpu0.throttle=0x8", "gpu0.pid=1:2", *fail)
     ((available, _, gpus),) = steps(libraries, "show()", **state(tmp_path, *lines))
