@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lanterne.agent import commhash, identity
-from lanterne.agent.events import I64, NO_SLOT, U16, U64, CommTable, Records
+from lanterne.agent.events import I64, NO_SLOT, U16, U64, Bool, CommTable, Records, rows_of
 from lanterne.agent.identity import GLOO, NCCL, Communicator, LibraryFacts, ProcessFacts
 from lanterne.agent.process import Processes
 from lanterne.probes.layout import CommFlag, CommKind
@@ -273,19 +273,18 @@ class Registry:
         pointer, tgid = np.ascontiguousarray(records["comm"]), np.ascontiguousarray(records["tgid"])
         key = pointer + tgid * _TGID_FACTOR
         slots, missing = self._lookup(key, pointer, tgid)
-        newest = int(records["enter_ns"].max())
-        self._correct_ended(records, slots, missing, newest)
+        self._correct_ended(records, key, slots, missing)
         if missing.any():
             self._meet(records, slots, np.flatnonzero(missing))
         used = np.flatnonzero(np.bincount(slots, minlength=NO_SLOT + 1)[: self.rows])
-        self._last_used[used] = newest
+        self._last_used[used] = records["enter_ns"].max()
         lost = int(np.count_nonzero(slots == NO_SLOT))
         self.without_slot += lost
         return slots
 
     def _lookup(
         self, key: U64, pointer: U64, tgid: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    ) -> tuple[U16, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    ) -> tuple[U16, Bool]:
         if self._stale:
             self._index()
         if not len(self._keys):
@@ -305,23 +304,28 @@ class Registry:
         self._keys, self._key_slots = keys[order], slots[order]
         self._stale = False
 
-    def _correct_ended(
-        self,
-        records: Records,
-        slots: U16,
-        missing: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        newest: int,
-    ) -> None:
+    def _correct_ended(self, records: Records, key: U64, slots: U16, missing: Bool) -> None:
         """Records from before a communicator's end belong to it, whoever has the pointer now."""
-        for ended in reversed(self._recent):
-            if ended.slot not in self._comms:
-                continue
-            mine = (records["comm"] == ended.pointer) & (records["tgid"] == ended.tgid)
-            mine &= records["enter_ns"] < ended.time_ns
-            slots[mine] = ended.slot
-            missing[mine] = False
+        if not self._recent:
+            return
+        entered = records["enter_ns"]
+        oldest, newest = int(entered.min()), int(entered.max())
         while self._recent and self._recent[0].time_ns + RECENT_NS < newest:
             self._recent.popleft()
+        # Newest end first, so that the earliest end after a record has the last word.
+        ended = [e for e in reversed(self._recent) if e.time_ns > oldest and e.slot in self._comms]
+        if not ended:
+            return
+        keys = [_key(e.pointer, e.tgid) for e in ended]
+        rows = np.flatnonzero(np.isin(key, np.array(keys, np.uint64)))
+        if not len(rows):
+            return
+        some = rows_of(records, rows)
+        for one in ended:
+            mine = (some["comm"] == one.pointer) & (some["tgid"] == one.tgid)
+            mine &= some["enter_ns"] < one.time_ns
+            slots[rows[mine]] = one.slot
+            missing[rows[mine]] = False
 
     def _meet(self, records: Records, slots: U16, rows: I64) -> None:
         """Communicators seen for the first time through an operation."""
@@ -452,3 +456,8 @@ class Registry:
 
 def _pause(attempts: int) -> int:
     return min(FIRST_RETRY_NS << min(attempts, 10), LAST_RETRY_NS)
+
+
+def _key(pointer: int, tgid: int) -> int:
+    """What `assign` computes for whole columns."""
+    return (pointer + tgid * int(_TGID_FACTOR)) & commhash.MASK

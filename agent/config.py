@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -43,8 +44,14 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Node(_Section, frozen=True, kw_only=True):
-    # Empty: the host's name.
-    name: Annotated[str, Meta(max_length=128, description="a text")] = ""
+    # Empty: the host's name. The collector makes a label value of it.
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^$|^[A-Za-z0-9]([A-Za-z0-9._:-]{0,126}[A-Za-z0-9])?$",
+            description="up to 128 letters, digits and ._:-",
+        ),
+    ] = ""
 
 
 class Collector(_Section, frozen=True, kw_only=True):
@@ -61,7 +68,7 @@ class Collector(_Section, frozen=True, kw_only=True):
 
 class Window(_Section, frozen=True, kw_only=True):
     seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
-    drain_seconds: Annotated[float, Meta(ge=0.002, le=1)] = 0.1
+    drain_seconds: Annotated[float, Meta(ge=0.002, le=1)] = 0.25
     scan_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
     group_grace_seconds: Annotated[float, Meta(ge=0.001, le=10)] = 0.1
 
@@ -70,7 +77,7 @@ class Probes(_Section, frozen=True, kw_only=True):
     enabled: bool = True
     method: Literal["auto", "multi", "perf"] = "auto"
     ring_bytes: Annotated[int, Meta(ge=4096, le=1 << 30, description="bytes, a power of two")] = (
-        8 << 20
+        4 << 20
     )
     comm_ring_bytes: Annotated[
         int, Meta(ge=4096, le=1 << 28, description="bytes, a power of two")
@@ -159,7 +166,8 @@ def load(
             values[section][key] = _convert(section, key, flag_value, origin, strict=False)
     config = AgentConfig(**{name: SECTIONS[name](**table) for name, table in values.items()})  # type: ignore[arg-type]
     if not config.node.name:
-        config = msgspec.structs.replace(config, node=Node(name=socket.gethostname() or "node"))
+        name = re.sub(r"[^A-Za-z0-9._:-]+", "-", socket.gethostname())[:128].strip("._:-")
+        config = msgspec.structs.replace(config, node=Node(name=name or "node"))
     return config
 
 

@@ -31,7 +31,9 @@ from lanterne.probes.layout import COMM_EVENT, RECORD
 log = logging.getLogger(__name__)
 
 DRAIN_ROWS = 1 << 14  # larger pieces are no faster, and cost memory
-SHORTEST_DRAIN = 0.002
+LOOK_SECONDS = 0.05  # between two looks at how full the ring is
+SHORTEST_LOOK = 0.002
+DRAIN_FILLED = 0.125  # of the ring: do not wait for the time of the next drain
 SCAN_SHARE = 0.01  # of one core, at most, for searching /proc
 LONGEST_SCAN_PAUSE = 5.0
 LOST_PREFIX = "lost_"
@@ -195,15 +197,20 @@ class Agent:
     def _loop(self) -> None:
         window = self._config.window
         now = time.monotonic()
-        next_scan, next_window = now, now + window.seconds
-        pause = window.drain_seconds
+        next_scan, next_window, next_drain = now, now + window.seconds, now
+        look = longest = min(LOOK_SECONDS, window.drain_seconds)
         while not self._stop.is_set():
             now = time.monotonic()
             if now >= next_scan:
                 spent = self._scan()
                 after = min(max(window.scan_seconds, spent / SCAN_SHARE), LONGEST_SCAN_PAUSE)
                 next_scan = time.monotonic() + max(after, window.scan_seconds)
-            pause = self._next_pause(self._drain(), pause)
+            filled = self._filled()
+            if filled > DRAIN_FILLED or now >= min(next_drain, next_window):
+                self._drain()
+                next_drain = now + window.drain_seconds
+            # Look sooner while the ring fills up fast, at leisure otherwise.
+            look = max(look / 2, SHORTEST_LOOK) if filled > 0.25 else min(look * 1.5, longest)
             now = time.monotonic()
             if now >= next_window or self._pipeline.full:
                 self._close_window()
@@ -212,18 +219,15 @@ class Agent:
             if now >= self._tidy_at:
                 memory.let_go()
                 self._tidy_at = float("inf")
-            due = min(next_scan, next_window) - time.monotonic()
-            self._stop.wait(max(0.0, min(pause, due)))
+            due = min(next_scan, next_window, next_drain) - time.monotonic()
+            self._stop.wait(max(0.0, min(look, due)))
 
-    def _next_pause(self, read: int, pause: float) -> float:
-        """Drain sooner while the ring fills up, at leisure otherwise."""
-        longest = self._config.window.drain_seconds
-        if self._uprobes is None or read == 0:
-            return longest
-        share = read / self._uprobes.capacity
-        if share > 0.25:
-            return max(pause / 2, SHORTEST_DRAIN)
-        return min(pause * 1.5, longest) if share < 0.1 else pause
+    def _filled(self) -> float:
+        """Share of the ring that waits to be read; costs next to nothing, unlike a drain."""
+        if self._uprobes is None:
+            return 0.0
+        ring = self._uprobes.records
+        return (ring.submitted - ring.read - ring.discarded) / self._uprobes.capacity
 
     def _scan(self) -> float:
         """-> seconds it took."""

@@ -123,6 +123,12 @@ class Gpu:
     process_memory_bytes: Mapping[int, int]
 
 
+NOTHING = np.zeros(0, np.int64)
+NO_INSTANCES = Instances(*(NOTHING,) * 11)  # type: ignore[arg-type]
+NO_SUMMARIES = Summaries(*(NOTHING,) * 9)  # type: ignore[arg-type]
+NO_TRAFFIC = Traffic(*(NOTHING,) * 4)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodedBatch:
     """A batch that may be applied. `received_ns` is the collector's CLOCK_MONOTONIC."""
@@ -281,45 +287,52 @@ class _Columns:
         if self.rows > limit:
             _refuse("rows", f"{table}.rows is {self.rows}, the limit is {limit}")
 
-    def raw(self, field: str, dtype: str, width: int = 1) -> npt.NDArray[np.generic]:
+    def raw(self, field: str, dtype: np.dtype[Any], width: int = 1) -> npt.NDArray[Any]:
         data: bytes = getattr(self._message, field)
-        want = self.rows * width * int(dtype[-1])
+        want = self.rows * width * dtype.itemsize
         if len(data) != want:
             _refuse("column", f"{self._table}.{field} is {len(data)} bytes, not {want}")
         return np.frombuffer(data, dtype)
 
     def small(self, field: str, most: int, code: str = "enumeration") -> U8:
         """u8 column of values 0 .. most."""
-        column = self.raw(field, "<u1").view(np.uint8)
-        if most < 255 and self.rows and (top := int(column.max())) > most:
+        column: U8 = self.raw(field, _U1)
+        if most < 255 and self.rows and (top := int(_top(column))) > most:
             _refuse(code, f"{self._table}.{field} holds {top}, the limit is {most}")
         return column
 
     def number(self, field: str, below: int, code: str = "number") -> I64:
         """u64 column of values under `below` (at most 2^62), as int64."""
-        column = self.raw(field, "<u8")
-        if self.rows and (top := int(column.max())) >= below:
+        column = self.raw(field, _U8)
+        if self.rows and (top := int(_top(column))) >= below:
             _refuse(code, f"{self._table}.{field} holds {top}, the limit is {below}")
         return column.view(np.int64)
 
     def word(self, field: str) -> I64:
-        return self.raw(field, "<u4").astype(np.int64)
+        return self.raw(field, _U4).astype(np.int64)
 
     def index(self) -> I64:
-        column = self.word("communicator")
-        if self.rows and (top := int(column.max())) >= self._n:
+        column = self.raw("communicator", _U4)
+        if self.rows and (top := int(_top(column))) >= self._n:
             _refuse("index", f"{self._table}.communicator names {top} of {self._n} communicators")
-        return column
+        return column.astype(np.int64)
+
+
+_U1, _U4, _U8 = np.dtype("<u1"), np.dtype("<u4"), np.dtype("<u8")
+_top = np.maximum.reduce  # ndarray.max without its Python wrapper: batches are many and small
+
+
+_UNTIMED = np.array([1, 0, 0, 1], dtype=np.int64)  # evidence without durations
 
 
 def _instances(m: pb.Instances, n: int, end_ns: int, limits: Limits) -> Instances:
     c = _Columns(m, "instances", limits.instances, n)
     evidence = c.small("evidence", 3)
     duration = c.number("duration_ns", SPAN_LIMIT_NS, "time")
-    if c.rows and bool(duration[(evidence == 0) | (evidence == 3)].any()):
+    if c.rows and bool((duration * _UNTIMED[evidence]).any()):
         _refuse("time", "instances.duration_ns is not 0 where evidence is 0 or 3")
     arrival = c.number("arrival_ns", TIME_LIMIT_NS, "time")
-    if c.rows and (latest := int(arrival.max())) > end_ns + AHEAD_LIMIT_NS:
+    if c.rows and (latest := int(_top(arrival))) > end_ns + AHEAD_LIMIT_NS:
         _refuse("time", f"instances.arrival_ns {latest} is after the window's end {end_ns}")
     return Instances(
         communicator=c.index(),
@@ -338,9 +351,9 @@ def _instances(m: pb.Instances, n: int, end_ns: int, limits: Limits) -> Instance
 
 def _summaries(m: pb.Summaries, n: int, limits: Limits) -> Summaries:
     c = _Columns(m, "summaries", limits.summaries, n)
-    c.raw("duration_min_ns", "<u8")
-    c.raw("duration_max_ns", "<u8")
-    histogram = c.raw("histogram", "<u4", HISTOGRAM_BINS).astype(np.int64)
+    c.raw("duration_min_ns", _U8)
+    c.raw("duration_max_ns", _U8)
+    histogram = c.raw("histogram", _U4, HISTOGRAM_BINS).astype(np.int64)
     return Summaries(
         communicator=c.index(),
         op=c.small("op", 255),

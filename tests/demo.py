@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tests import torch_job
-from tests.rig.rig import Job, JobConfig, build
+from tests.rig.rig import Job, JobConfig, RigPaths, build
 from tests.stack import SCRIPTS, Stack, wait_for
 
 RANKS = 8
@@ -31,7 +31,7 @@ TORCH_RANKS = 4
 TORCH_SLOW_RANK = 2
 # 4 layers a step; the slow GPU needs 1.8 times as long for everything.
 RIG = JobConfig(
-    ranks=RANKS, ranks_per_node=4, tokens=128, hidden=256, zipf=0.4, layers=4, attn_us=4000,
+    ranks=RANKS, ranks_per_node=RANKS, tokens=128, hidden=256, zipf=0.4, layers=4, attn_us=4000,
     expert_us=1000, mode="eager", faults=(f"slow-rank:{SLOW_RANK}:1.8",), name="demo",
 )  # fmt: skip
 
@@ -49,7 +49,11 @@ class Scenario:
     ranks: int
     rank: int
     include: list[str]
-    workload: str = "demo"
+    # The stand-in libnvidia-ml, so that GPUs have numbers as on a real host.
+    nvml: Path | None = None
+
+    def agent_env(self) -> dict[str, str]:
+        return {"LD_LIBRARY_PATH": str(self.nvml.parent)} if self.nvml else {}
 
 
 def say(text: str) -> None:
@@ -58,8 +62,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def rig_job(folder: Path) -> Iterator[Running]:
-    paths = build(dest=folder / "lib")
-    with Job(RIG, paths=paths, env={"LANTERNE_WORKLOAD": "demo"}, hold="start") as job:
+    with Job(RIG, paths=RigPaths(folder / "lib"), env={"LANTERNE_WORKLOAD": "demo"}, hold="start") as job:
         yield job
 
 
@@ -85,12 +88,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def watch(stack: Stack, started: float, until: float, log: bool) -> dict[str, Any]:
-    """Polls what is named until `until`; the last word counts, and who was ever named is kept."""
+def watch(
+    stack: Stack, started: float, done: Callable[[], bool], *, log: bool
+) -> dict[str, Any]:
+    """Polls what is named until `done()`; the last word counts, and who was ever named is kept."""
     first_named: dict[int, float] = {}
     last: list[dict[str, Any]] = []
     shown: set[int] = set()
-    while time.monotonic() < until:
+    while not done():
         time.sleep(0.5)
         try:
             last = list(stack.named())
@@ -160,10 +165,13 @@ def run(args: argparse.Namespace, folder: Path) -> int:
         make_job = pytorch_job
     else:
         say("building the stand-in libraries")
-        scenario = Scenario("expert-parallel inference", RANKS, SLOW_RANK, [f"{folder}/lib/*"])
+        nvml = build(dest=folder / "lib").nvml
+        scenario = Scenario(
+            "expert-parallel inference", RANKS, SLOW_RANK, [f"{folder}/lib/*"], nvml
+        )
         make_job = rig_job
     say("starting collector and agent")
-    with Stack(folder, scenario.include) as stack:
+    with Stack(folder, scenario.include, env=scenario.agent_env()) as stack:
         stack.start()
         say(f"collector: {stack.collector_url}/   agent: {stack.agent_url}/metrics")
         with make_job(folder) as job:
@@ -172,10 +180,10 @@ def run(args: argparse.Namespace, folder: Path) -> int:
             started = time.monotonic()
             say(f"job: {scenario.title}, {scenario.ranks} ranks, rank {scenario.rank} made slow")
             if args.seconds:
-                seen = watch(stack, started, started + args.seconds, log=True)
+                end = started + args.seconds
+                seen = watch(stack, started, lambda: time.monotonic() >= end, log=True)
             else:
-                show(stack)
-                seen = watch(stack, started, time.monotonic() + 1.0, log=False)
+                seen = show(stack, started)
             outcome = result(scenario, seen, stack)
     return report(args, outcome)
 
@@ -196,15 +204,25 @@ def release(job: Running) -> None:
         job.go()
 
 
-def show(stack: Stack) -> None:
+def show(stack: Stack, started: float) -> dict[str, Any]:
     """The live table until Ctrl-C; it gets the Ctrl-C too, and ends by itself."""
     command = [str(SCRIPTS / "lanterne-collector"), "top", "--address", stack.collector_url]
-    top = subprocess.Popen(command)
+    stopped = False
+
+    def stop(_signum: int, _frame: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    previous = signal.signal(signal.SIGINT, stop)
     try:
-        top.wait()
-    except KeyboardInterrupt:
-        top.wait(10)
+        with subprocess.Popen(command) as top:
+            seen = watch(stack, started, lambda: stopped or top.poll() is not None, log=False)
+            if top.poll() is None:
+                top.terminate()
+    finally:
+        signal.signal(signal.SIGINT, previous)
     say(f"metrics were at {stack.collector_url}/metrics and {stack.agent_url}/metrics")
+    return seen
 
 
 def report(args: argparse.Namespace, outcome: dict[str, Any]) -> int:

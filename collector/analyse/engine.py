@@ -86,6 +86,12 @@ class Engine:
         """Instances wanted of the agents: sequence % stride == 0. A power of two."""
         return self._stride
 
+    def overloaded(self) -> None:
+        """More comes in than is worked off (a full queue): ask for fewer instances from the next
+        window on. May be called from any thread.
+        """
+        self._crowded = True
+
     def apply(self, item: DecodedBatch | ClockObservation) -> None:
         """Take one item; batches must not be applied twice (see `seen`)."""
         if isinstance(item, ClockObservation):

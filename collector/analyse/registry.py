@@ -8,13 +8,19 @@ these. All bounded; what does not fit is counted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from lanterne.collector.align import Extents
-from lanterne.collector.batch import Communicators, DecodedBatch
+from lanterne.collector.batch import (
+    NO_INSTANCES,
+    NO_SUMMARIES,
+    NO_TRAFFIC,
+    Communicators,
+    DecodedBatch,
+)
 
 LIBRARIES = ("", "nccl", "gloo")
 KINDS = 8
@@ -55,6 +61,11 @@ class Resolved:
     rank: npt.NDArray[np.int64]
     member: npt.NDArray[np.int64]
     process: npt.NDArray[np.int32]
+
+
+def _head(batch: DecodedBatch) -> DecodedBatch:
+    """A batch without its columns, which would keep megabytes alive."""
+    return replace(batch, instances=NO_INSTANCES, summaries=NO_SUMMARIES, traffic=NO_TRAFFIC)
 
 
 class Registry:
@@ -125,10 +136,10 @@ class Registry:
             if len(self.nodes) >= self._node_limit:
                 return -1
             number = self.node_number[batch.node] = len(self.nodes)
-            self.nodes.append(Node(batch.node, batch))
+            self.nodes.append(Node(batch.node, _head(batch)))
         node = self.nodes[number]
         if (batch.epoch, batch.sequence) >= (node.batch.epoch, node.batch.sequence):
-            node.batch = batch
+            node.batch = _head(batch)
         node.lists_processes |= bool(batch.processes)
         return number
 

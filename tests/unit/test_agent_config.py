@@ -78,6 +78,7 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         ('[collector]\naddresses = ["h:70000"]', ["collector.addresses", "h:70000", "65535"]),
         ('[metrics]\nlisten = "nine"', ["metrics.listen", "nine", "HOST:PORT"]),
         ("[evidence]\nmax_sync_age_seconds = 0", ["max_sync_age_seconds", "above 0"]),
+        ('[node]\nname = "a b"', ["node.name", "'a b'", "letters, digits"]),
         ("not toml at all", ["not valid TOML"]),
     ],
 )
