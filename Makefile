@@ -13,7 +13,8 @@ ARGS ?=
 FOR ?=
 JSON ?=
 ONLY ?=
-FLAGS = $(if $(FOR),--for "$(FOR)") $(if $(JSON),--json "$(JSON)")
+RANK ?=
+FLAGS = $(if $(FOR),--for "$(FOR)") $(if $(JSON),--json "$(JSON)") $(if $(RANK),--rank "$(RANK)")
 
 .PHONY: help setup setup-torch setup-nccl demo demo-torch test test-torch test-nccl check bench \
 	proto format clean

@@ -16,14 +16,17 @@ MAX_MESSAGES = 5
 STALLED_SECONDS = 10.0
 
 
-def screen(shown: View, *, width: int, height: int) -> RenderableType:
-    """Totals, who holds up whom, why anything is missing, then the worst ranks as a table."""
+def screen(shown: View, *, width: int, height: int, address: str) -> RenderableType:
+    """Totals, who holds up whom, why anything is missing, the worst ranks as a table, and where
+    the same figures are metrics."""
     lines = [_totals(shown), *_headlines(shown), *_messages(shown)]
-    used = sum(-(-len(line.plain) // max(width, 1)) for line in lines) + 3
+    foot = Text(clean(f"metrics: {address}/metrics"), style="dim")
+    used = sum(-(-len(line.plain) // max(width, 1)) for line in [*lines, foot]) + 4
     rows = shown.rows[: max(3, height - used)]
     parts: list[RenderableType] = list(lines)
     if rows:
         parts += [Text(), _table(rows, wide=width >= WIDE)]
+    parts += [Text(), foot]
     return Group(*parts)
 
 

@@ -80,7 +80,8 @@ def _once(out: Console, address: str) -> int:
     except FetchError as error:
         out.print(Text(str(error)))
         return 1
-    out.print(screen(shown, width=out.width, height=out.height if out.is_terminal else 10_000))
+    height = out.height if out.is_terminal else 10_000
+    out.print(screen(shown, width=out.width, height=height, address=base_url(address)))
     return 0
 
 
@@ -99,4 +100,4 @@ def _content(out: Console, address: str) -> RenderableType:
         shown = fetch(address)
     except FetchError as error:
         return Text(f"{error}\nTrying again; Ctrl-C ends.", style="bold red")
-    return screen(shown, width=out.width, height=out.height)
+    return screen(shown, width=out.width, height=out.height, address=base_url(address))

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,15 +25,14 @@ from tests.rig.rig import Job, JobConfig, RigPaths, build
 from tests.stack import SCRIPTS, Stack, wait_for
 
 RANKS = 8
-SLOW_RANK = 5
 SLOW_CLASS = "slow_compute"
 TORCH_RANKS = 4
-TORCH_SLOW_RANK = 2
-# 4 layers a step; the slow GPU needs 1.8 times as long for everything.
+# 4 layers a step.
 RIG = JobConfig(
     ranks=RANKS, ranks_per_node=RANKS, tokens=128, hidden=256, zipf=0.4, layers=4, attn_us=4000,
-    expert_us=1000, mode="eager", faults=(f"slow-rank:{SLOW_RANK}:1.8",), name="demo",
+    expert_us=1000, mode="eager", name="demo",
 )  # fmt: skip
+SLOW_FACTOR = 1.8  # the slow GPU needs so much longer for everything
 
 
 class Running(Protocol):
@@ -61,16 +60,19 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def rig_job(folder: Path) -> Iterator[Running]:
-    with Job(RIG, paths=RigPaths(folder / "lib"), env={"LANTERNE_WORKLOAD": "demo"}, hold="start") as job:
+def rig_job(folder: Path, slow: int) -> Iterator[Running]:
+    config = replace(RIG, faults=(f"slow-rank:{slow}:{SLOW_FACTOR}",))
+    with Job(
+        config, paths=RigPaths(folder / "lib"), env={"LANTERNE_WORKLOAD": "demo"}, hold="start"
+    ) as job:
         yield job
 
 
 @contextmanager
-def pytorch_job(folder: Path) -> Iterator[Running]:
+def pytorch_job(folder: Path, slow: int) -> Iterator[Running]:
     (folder / "torch").mkdir()
     with torch_job.TorchJob(
-        TORCH_RANKS, folder / "torch", steps=0, slow_rank=TORCH_SLOW_RANK, workload="demo"
+        TORCH_RANKS, folder / "torch", steps=0, slow_rank=slow, workload="demo"
     ) as job:
         say(f"starting {TORCH_RANKS} PyTorch processes")
         job.wait_ready()
@@ -84,13 +86,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write injected and named here")
     parser.add_argument("--torch", default="", help="interpreter with PyTorch: Gloo, not the rig")
+    parser.add_argument("--rank", type=int, help="the rank that is made slow")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept")
-    return parser.parse_args()
+    args = parser.parse_args()
+    ranks = TORCH_RANKS if args.torch else RANKS
+    if args.rank is not None and not 0 <= args.rank < ranks:
+        parser.error(f"--rank {args.rank}: the job has ranks 0 to {ranks - 1}")
+    return args
 
 
-def watch(
-    stack: Stack, started: float, done: Callable[[], bool], *, log: bool
-) -> dict[str, Any]:
+def watch(stack: Stack, started: float, done: Callable[[], bool], *, log: bool) -> dict[str, Any]:
     """Polls what is named until `done()`; the last word counts, and who was ever named is kept."""
     first_named: dict[int, float] = {}
     last: list[dict[str, Any]] = []
@@ -161,20 +166,20 @@ def agrees(outcome: dict[str, Any]) -> bool:
 def run(args: argparse.Namespace, folder: Path) -> int:
     if args.torch:
         torch_job.PYTHON = Path(args.torch)
-        scenario = Scenario("PyTorch + Gloo", TORCH_RANKS, TORCH_SLOW_RANK, ["*/libtorch_cpu.so"])
+        rank = TORCH_RANKS // 2 if args.rank is None else args.rank
+        scenario = Scenario("PyTorch + Gloo", TORCH_RANKS, rank, ["*/libtorch_cpu.so"])
         make_job = pytorch_job
     else:
         say("building the stand-in libraries")
         nvml = build(dest=folder / "lib").nvml
-        scenario = Scenario(
-            "expert-parallel inference", RANKS, SLOW_RANK, [f"{folder}/lib/*"], nvml
-        )
+        rank = RANKS // 2 + 1 if args.rank is None else args.rank
+        scenario = Scenario("expert-parallel inference", RANKS, rank, [f"{folder}/lib/*"], nvml)
         make_job = rig_job
     say("starting collector and agent")
     with Stack(folder, scenario.include, env=scenario.agent_env()) as stack:
         stack.start()
         say(f"collector: {stack.collector_url}/   agent: {stack.agent_url}/metrics")
-        with make_job(folder) as job:
+        with make_job(folder, scenario.rank) as job:
             wait_attached(stack)
             release(job)
             started = time.monotonic()

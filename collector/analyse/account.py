@@ -17,7 +17,9 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-OWN_ROWS, OWN_CELLS = 192, 1 << 20  # of one communicator in one window, kept for medians
+# Own times of one communicator in one window that are kept for its medians: so many cells, but
+# not fewer or more rows than this. Medians of more would cost time and say no more.
+OWN_CELLS, OWN_ROWS_LEAST, OWN_ROWS_MOST = 1 << 20, 96, 384
 
 
 class Accounts:
@@ -161,7 +163,7 @@ class Accounts:
 
     def _sampled(self, j: Judged, pick: I64) -> Bool:
         """Rows to keep: at random where a window brings more than its medians need."""
-        most = max(OWN_ROWS, OWN_CELLS // j.ranks)
+        most = min(max(OWN_CELLS // j.ranks, OWN_ROWS_LEAST), OWN_ROWS_MOST)
         slot = j.slot[pick]
         brought = np.maximum(self._window.closed.rows[slot], self._window.current.rows[slot])
         every = np.maximum(-(-brought // most), 1)

@@ -1,9 +1,9 @@
 """What a probe adds to one NCCL call, all variants in turn in one run on one machine.
 
-    bare    the call, nothing attached
-    empty   an empty BPF program at the same site: what the kernel's uprobe itself costs
-    entry   ours as the agent attaches it
-    pair    ours with a return probe (a site where the duration is wanted)
+bare    the call, nothing attached
+empty   an empty BPF program at the same site: what the kernel's uprobe itself costs
+entry   ours as the agent attaches it
+pair    ours with a return probe (a site where the duration is wanted)
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from lanterne.agent.kernel import Programs, load
 from lanterne.agent.ring import Ring
 from lanterne.probes import catalog
 from lanterne.probes.layout import RECORD
-
 from tests.rig.rig import RigPaths, build
 
 HERE = Path(__file__).resolve().parent

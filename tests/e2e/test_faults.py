@@ -1,4 +1,4 @@
-"""Kill -9 of either program, and hostile files: the job goes on, nothing is lost or counted twice."""
+"""Kill -9 of either program, hostile files: the job goes on, nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_calls
 from tests.stack import Stack, wait_for
 
@@ -47,8 +48,9 @@ def run_job(stack: Stack, paths: RigPaths, workload: str, steps: int, seen_befor
     wanted = ("ncclSend", "ncclRecv", "ncclAllReduce")
     calls = sum(expected_calls(config, steps, r)[name] for r in range(RANKS) for name in wanted)
     wait_for(
-        lambda: stack.agent_metrics().total("lanterne_agent_events_read_total")
-        >= seen_before + calls,
+        lambda: (
+            stack.agent_metrics().total("lanterne_agent_events_read_total") >= seen_before + calls
+        ),
         30,
         f"{calls} events at the agent",
     )
@@ -161,8 +163,10 @@ def test_hostile_libraries_are_reported_and_the_rest_goes_on(
         try:
             assert holder.stdout.readline() == b"ready\n"
             wait_for(
-                lambda: stack.agent_metrics().total("lanterne_agent_libraries", state="failed")
-                >= len(files),
+                lambda: (
+                    stack.agent_metrics().total("lanterne_agent_libraries", state="failed")
+                    >= len(files)
+                ),
                 30,
                 f"{len(files)} failed libraries\n{stack.logs()}",
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_bytes
 from tests.stack import Stack, wait_for
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.stack import Stack, wait_for
 from tests.torch_job import PYTHON, TorchJob
 

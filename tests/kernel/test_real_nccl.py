@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from lanterne.agent.attach import Attacher
 from lanterne.agent.commhash import unique_id_hash
 from lanterne.agent.kernel import Programs, load
@@ -57,7 +58,8 @@ CHILD = textwrap.dedent(
     rc["Broadcast"] = call("ncclBroadcast", [P, P, S, I, I, P, P], 1, 2, 1002, 6, 5, c, 0x52)
     rc["Reduce"] = call("ncclReduce", [P, P, S, I, I, I, P, P], 1, 2, 1003, 8, 0, 4, c, 0x53)
     rc["AllGather"] = call("ncclAllGather", [P, P, S, I, P, P], 1, 2, 1004, 9, c, 0x54)
-    rc["ReduceScatter"] = call("ncclReduceScatter", [P, P, S, I, I, P, P], 1, 2, 1005, 2, 0, c, 0x55)
+    types = [P, P, S, I, I, P, P]
+    rc["ReduceScatter"] = call("ncclReduceScatter", types, 1, 2, 1005, 2, 0, c, 0x55)
     rc["Send"] = call("ncclSend", [P, S, I, I, P, P], 1, 1006, 0, 6, c, 0x56)
     rc["Recv"] = call("ncclRecv", [P, S, I, I, P, P], 1, 1007, 4, 2, c, 0x57)
     if hasattr(lib, "ncclAlltoAll"):

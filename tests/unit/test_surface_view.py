@@ -146,7 +146,7 @@ def printed(shot: Snapshot, width: int, height: int = 24, late: float = 1.0) -> 
     shown = msgspec.structs.replace(view(shot), served_at=shot.taken_at + late)
     console = Console(width=width, height=height, color_system=None, force_terminal=False)
     with console.capture() as out:
-        console.print(screen(shown, width=width, height=height))
+        console.print(screen(shown, width=width, height=height, address="http://c:1"))
     return out.get().splitlines()
 
 
@@ -160,6 +160,7 @@ def test_the_screen_fits_80_by_24_and_says_it_all() -> None:
     first = next(line for line in lines if line.startswith("  32"))
     for part in ("slow_compute", "22 min", "63/63", "38%", "blocking"):
         assert part in first
+    assert lines[-1].strip() == "metrics: http://c:1/metrics"
 
 
 def test_the_wide_screen_adds_confidence_and_who_waits() -> None:
