@@ -223,10 +223,16 @@ class Agent:
             self._stop.wait(max(0.0, min(look, due)))
 
     def _filled(self) -> float:
-        """Share of the ring that waits to be read; costs next to nothing, unlike a drain."""
+        """Share of the ring that waits to be read; costs next to nothing, unlike a drain.
+
+        News of communicators count as a full ring: what is read about a process is best read
+        while it lives.
+        """
         if self._uprobes is None:
             return 0.0
-        ring = self._uprobes.records
+        ring, news = self._uprobes.records, self._uprobes.comm_events
+        if news.submitted > news.read + news.discarded:
+            return DRAIN_FILLED * 1.01
         return (ring.submitted - ring.read - ring.discarded) / self._uprobes.capacity
 
     def _scan(self) -> float:

@@ -416,32 +416,18 @@ def _gpus(m: pb.Batch, limits: Limits) -> tuple[Gpu, ...]:
 
 
 def _gpu(g: pb.Gpu, limits: Limits) -> Gpu:
-    values = {}
-    for descriptor, value in g.ListFields():
-        if descriptor.number in _GPU_VALUES:
-            name = descriptor.name
-            if not math.isfinite(value):
-                _refuse("number", f"gpu.{name} is {value}")
-            values[name] = float(value)
-    reasons, memory = tuple(g.throttle_reasons), dict(g.process_memory_bytes)
+    row = _fields(g, "gpu", limits.text)
+    reasons = tuple(row.pop("throttle_reasons", ()))
+    memory = dict(row.pop("process_memory_bytes", {}))
     if len(reasons) > limits.entries:
         _refuse("rows", f"gpu.throttle_reasons has more than {limits.entries} entries")
     if len(memory) > limits.processes:
         _refuse("rows", f"gpu.process_memory_bytes has more than {limits.processes} entries")
     for reason in reasons:
         _text("gpu.throttle_reasons", reason, limits.text)
-    return Gpu(
-        index=g.index,
-        uuid=_text("gpu.uuid", g.uuid, limits.text),
-        bus_id=_text("gpu.bus_id", g.bus_id, limits.text),
-        name=_text("gpu.name", g.name, limits.text),
-        values=values,
-        throttle_reasons=reasons,
-        process_memory_bytes=memory,
-    )
-
-
-_GPU_VALUES = range(5, 13)  # field numbers of the optional figures of proto Gpu
+    index, uuid = row.pop("index", 0), row.pop("uuid", "")
+    bus_id, name = row.pop("bus_id", ""), row.pop("name", "")
+    return Gpu(index, uuid, bus_id, name, row, reasons, memory)
 
 
 _PROCESS: dict[str, object] = {

@@ -112,9 +112,9 @@ def compile_stub(folder: Path, kind: str, *, enqueue: bool = True, strip: bool =
     text.write_text(source(catalog.Library(kind), enqueue=enqueue))
     target = folder / NAMES[kind]
     command = [
-        "gcc", "-shared", "-fPIC", "-O1", "-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer",
-        "-fcf-protection=none",
-        "-fno-optimize-sibling-calls", "-w", "-Wl,--build-id", "-o", str(target), str(text),
+        # Without optimisation every function begins with "push rbp", like the real libraries'.
+        "gcc", "-shared", "-fPIC", "-O0", "-fcf-protection=none", "-w", "-Wl,--build-id",
+        "-o", str(target), str(text),
     ]  # fmt: skip
     subprocess.run([*command, *(["-s"] if strip else [])], check=True, timeout=60)
     return target

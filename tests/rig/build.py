@@ -58,7 +58,7 @@ TARGETS = (
     Target("libcudart.so.12", "cudart", soname="libcudart.so.12",
            link=("-ldl", f"-Wl,--version-script={SOURCES}/cudart/cudart.map")),
     Target("libnvidia-ml.so.1", "nvml", soname="libnvidia-ml.so.1"),
-    Target("rigjob", "job", shared=False, link=("-l:libnccl.so.2", "-l:libcuda.so.1", "-lm")),
+    Target("rigjob", "rank", shared=False, link=("-l:libnccl.so.2", "-l:libcuda.so.1", "-lm")),
     Target("rigcall", "call", shared=False, link=("-l:libnccl.so.2", "-l:libcuda.so.1")),
 )  # fmt: skip
 

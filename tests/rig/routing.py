@@ -1,6 +1,6 @@
 """The routing of `rigjob`, again: what every rank must have sent, to the byte.
 
-The same integer arithmetic as job/routing.c. Floating point enters only through pow() and sqrt(),
+The same integer arithmetic as rank/routing.c. Floating point enters only through pow() and sqrt(),
 which both languages take from the same C library.
 """
 
