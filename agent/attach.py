@@ -91,9 +91,7 @@ class Links:
             self.close()
             raise
 
-    def _add_multi(
-        self, path: str, function: str, sites: Sequence[Site], at_return: bool
-    ) -> None:
+    def _add_multi(self, path: str, function: str, sites: Sequence[Site], at_return: bool) -> None:
         self._fds.append(
             bpf.link_uprobes(
                 self._programs.program(function),
@@ -109,9 +107,7 @@ class Links:
         for site in sites:
             event = bpf.open_uprobe(kind, return_bit if at_return else 0, path, site.offset)
             self._fds.append(event)
-            self._fds.append(
-                bpf.link_perf_event(self._programs.program(function), event, site.row)
-            )
+            self._fds.append(bpf.link_perf_event(self._programs.program(function), event, site.row))
 
     def close(self) -> None:
         # The newest first, so that no entry is seen whose return would not be.
@@ -259,8 +255,9 @@ class Attacher:
         links = self._links.pop(key, None)
         if links is not None:
             links.close()
-        for table in (self._libraries, self._unused, self._retry):
-            table.pop(key, None)  # type: ignore[attr-defined]
+        self._libraries.pop(key, None)
+        self._unused.pop(key, None)
+        self._retry.pop(key, None)
 
     def _remember(self, found: Mapping[int, tuple[int, tuple[Mapped, ...]]]) -> None:
         self._processes.clear()
@@ -290,9 +287,7 @@ def _same_file(status: os.stat_result, key: Key) -> bool:
 
 
 def _failed(mapped: Mapped, host_path: str, error: str) -> AttachedLibrary:
-    return AttachedLibrary(
-        mapped.path, host_path, mapped.kind, "", None, None, (), "failed", error
-    )
+    return AttachedLibrary(mapped.path, host_path, mapped.kind, "", None, None, (), "failed", error)
 
 
 def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
@@ -306,9 +301,7 @@ def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
     rows = catalog.select(library, symbols, gloo_rank_offset=_gloo_rank_offset(file, symbols))
     sites = tuple(_site(file, row, symbols[row.symbol]) for row in rows)
     version = file.nccl_version(symbols) if library is catalog.Library.NCCL else None
-    offsets = (
-        elf.comm_offsets(file, symbols, version) if library is catalog.Library.NCCL else None
-    )
+    offsets = elf.comm_offsets(file, symbols, version) if library is catalog.Library.NCCL else None
     return AttachedLibrary(
         path=path,
         host_path=host_path,

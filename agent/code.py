@@ -77,7 +77,13 @@ def _full_name(register: str) -> str:
         return "r" + register[1:]
     if register in ("dil", "sil", "dl", "cl", "dh", "ch", "spl"):
         return {"d": "rd", "s": "rs", "c": "rc"}[register[0]] + {
-            "dil": "i", "sil": "i", "dl": "x", "cl": "x", "dh": "x", "ch": "x", "spl": "p"
+            "dil": "i",
+            "sil": "i",
+            "dl": "x",
+            "cl": "x",
+            "dh": "x",
+            "ch": "x",
+            "spl": "p",
         }[register]
     if register in _NARROW:
         return _NARROW[register]
@@ -127,10 +133,11 @@ def field_offset(code: bytes, address: int) -> int | None:
         if instruction.mnemonic != "mov" or len(instruction.operands) != 2:
             continue
         target, source = instruction.operands
-        if target.type == 1 and target.size == 4 and source.type == 3:
-            if source.mem.base and not source.mem.index and source.mem.disp >= _MIN_FIELD:
-                if instruction.reg_name(source.mem.base) != "rip":
-                    found.add(source.mem.disp)
+        loads = target.type == 1 and target.size == 4 and source.type == 3
+        if loads and source.mem.base and not source.mem.index:
+            base = instruction.reg_name(source.mem.base)
+            if base != "rip" and source.mem.disp >= _MIN_FIELD:
+                found.add(int(source.mem.disp))
         if instruction.mnemonic == "ret":
             break
     return found.pop() if len(found) == 1 else None
@@ -143,9 +150,9 @@ def stored_version(code: bytes, address: int) -> int | None:
         if instruction.mnemonic != "mov" or len(instruction.operands) != 2:
             continue
         target, source = instruction.operands
-        if target.type == 3 and target.size == 4 and source.type == 2:
-            if 2000 <= source.imm <= 99999 and instruction.reg_name(target.mem.base) != "rip":
-                found.add(int(source.imm))
+        stores = target.type == 3 and target.size == 4 and source.type == 2
+        if stores and 2000 <= source.imm <= 99999:
+            found.add(int(source.imm))
     return found.pop() if len(found) == 1 else None
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DRAIN_ROWS = 1 << 14  # larger pieces are no faster, and cost memory
 LOOK_SECONDS = 0.05  # between two looks at how full the ring is
 SHORTEST_LOOK = 0.002
-DRAIN_FILLED = 0.125  # of the ring: do not wait for the time of the next drain
+DRAIN_FILLED = 0.25  # of the ring: do not wait for the time of the next drain
 SCAN_SHARE = 0.01  # of one core, at most, for searching /proc
 LONGEST_SCAN_PAUSE = 5.0
 LOST_PREFIX = "lost_"
@@ -210,7 +210,8 @@ class Agent:
                 self._drain()
                 next_drain = now + window.drain_seconds
             # Look sooner while the ring fills up fast, at leisure otherwise.
-            look = max(look / 2, SHORTEST_LOOK) if filled > 0.25 else min(look * 1.5, longest)
+            fast = filled > 2 * DRAIN_FILLED
+            look = max(look / 2, SHORTEST_LOOK) if fast else min(look * 1.5, longest)
             now = time.monotonic()
             if now >= next_window or self._pipeline.full:
                 self._close_window()
@@ -232,7 +233,7 @@ class Agent:
             return 0.0
         ring, news = self._uprobes.records, self._uprobes.comm_events
         if news.submitted > news.read + news.discarded:
-            return DRAIN_FILLED * 1.01
+            return 1.01 * DRAIN_FILLED
         return (ring.submitted - ring.read - ring.discarded) / self._uprobes.capacity
 
     def _scan(self) -> float:

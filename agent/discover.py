@@ -148,15 +148,13 @@ class Discovery:
             self._seen.pop(pid, None)
         unread = self._read_maps()
         found = {
-            pid: (seen.start_ticks, seen.mapped)
-            for pid, seen in self._seen.items()
-            if seen.mapped
+            pid: (seen.start_ticks, seen.mapped) for pid, seen in self._seen.items() if seen.mapped
         }
         return Found(found, tuple(gone), unread)
 
     def _pids(self) -> set[int]:
         try:
-            names = os.listdir(self._proc)
+            names = [entry.name for entry in self._proc.iterdir()]
         except OSError:
             return set()
         return {int(name) for name in names if name.isdigit()}

@@ -126,12 +126,16 @@ class ElfFile:
         header = self._table(0, 1, _HEADER, "ELF header")[0]
         self._check(header, machine or platform.machine())
         self._segments = self._table(
-            int(header["phoff"]), self._bounded(header["phnum"], MAX_SEGMENTS, "segments"),
-            _SEGMENT, "program headers",
+            int(header["phoff"]),
+            self._bounded(header["phnum"], MAX_SEGMENTS, "segments"),
+            _SEGMENT,
+            "program headers",
         )
         self._sections = self._table(
-            int(header["shoff"]), self._bounded(header["shnum"], MAX_SECTIONS, "sections"),
-            _SECTION, "section headers",
+            int(header["shoff"]),
+            self._bounded(header["shnum"], MAX_SECTIONS, "sections"),
+            _SECTION,
+            "section headers",
         )
         loads = self._segments["type"] == _PT_LOAD
         self._text = self._segments[loads & ((self._segments["flags"] & _PF_X) != 0)]
@@ -259,7 +263,8 @@ class ElfFile:
     def _resolve(self, name: str, text: bytes, table: np.ndarray) -> Symbol | None:
         """The string may stand at several places, since linkers merge strings by their ends."""
         needle = name.encode() + b"\0"
-        places, at = [], text.find(needle)
+        places: list[int] = []
+        at = text.find(needle)
         while at >= 0 and len(places) < _MAX_HITS:
             places.append(at)
             at = text.find(needle, at + 1)
@@ -292,7 +297,9 @@ class ElfFile:
         rodata = [
             s
             for s in self._sections
-            if s["type"] == 1 and int(s["flags"]) & 2 and not int(s["flags"]) & 1
+            if s["type"] == 1
+            and int(s["flags"]) & 2
+            and not int(s["flags"]) & 1
             and 0 < int(s["size"]) <= _MAX_VERSION_BYTES
         ]
         for section in rodata:
@@ -374,9 +381,9 @@ GETTERS = ("pncclCommUserRank", "pncclCommCount", "pncclCommCuDevice")
 _FIRST_WITH_MAGIC = 22100
 
 
-def comm_offsets(elf: ElfFile, symbols: Mapping[str, Symbol], version: int | None) -> (
-    CommOffsets | None
-):
+def comm_offsets(
+    elf: ElfFile, symbols: Mapping[str, Symbol], version: int | None
+) -> CommOffsets | None:
     """From the build-id table, else from the machine code of the exported getters, else None."""
     rank = _RANK_BY_BUILD_ID.get(elf.build_id()[:8])
     if rank is not None:

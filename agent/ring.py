@@ -73,7 +73,7 @@ class Ring:
             framed, length = framed[:rows], length[:rows]
         discarded = (length & _DISCARD) != 0
         if discarded.any():
-            records = framed["record"][~discarded]
+            records: np.ndarray = framed["record"][~discarded]
             self.discarded += rows - len(records)
         else:
             records = framed["record"].copy()

@@ -124,6 +124,10 @@ def constant(value: int) -> Place:
     return Place(source, source)
 
 
+NO_FLAGS = Flag(0)
+NO_TRAITS = Trait(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One probe point. ``local``: only in .symtab, never exported."""
@@ -133,8 +137,8 @@ class Row:
     symbol: str
     program: Program
     func: int = 0
-    flags: Flag = Flag(0)
-    traits: Trait = Trait(0)
+    flags: Flag = NO_FLAGS
+    traits: Trait = NO_TRAITS
     local: bool = False
     fields: Mapping[Field, Place] = field(default_factory=dict)
 
@@ -161,7 +165,7 @@ _ENQUEUE = Row(
 
 
 def _call(
-    row_id: int, symbol: str, func: Func, flags: Flag = Flag(0), **places: Place
+    row_id: int, symbol: str, func: Func, places: Mapping[str, Place], flags: Flag = NO_FLAGS
 ) -> Row:
     fields = {Field[name.upper()]: place for name, place in places.items()}
     return Row(row_id, Library.NCCL, symbol, Program.COLLECTIVE, func, flags, fields=fields)
@@ -189,32 +193,25 @@ def _collectives() -> tuple[Row, ...]:
         (8, "AllGather", Func.ALL_GATHER, short),
         (9, "AlltoAll", Func.ALL_TO_ALL, short),
     )
-    rows = [_call(i, f"pnccl{name}", func, **places) for i, name, func, places in bases]
+    rows = [_call(i, f"pnccl{name}", func, places) for i, name, func, places in bases]
+    rows += [_call(i + 10, f"pnccl{name}Config", func, places) for i, name, func, places in bases]
     rows += [
-        _call(i + 10, f"pnccl{name}Config", func, **places) for i, name, func, places in bases
-    ]
-    rows += [
-        _call(30, "pncclSend", Func.SEND, Flag.P2P, **point),
-        _call(31, "pncclRecv", Func.RECV, Flag.P2P, **point),
-        _call(32, "pncclPutSignal", Func.PUT_SIGNAL, Flag.P2P, **put),
+        _call(30, "pncclSend", Func.SEND, point, Flag.P2P),
+        _call(31, "pncclRecv", Func.RECV, point, Flag.P2P),
+        _call(32, "pncclPutSignal", Func.PUT_SIGNAL, put, Flag.P2P),
         _call(
             33,
             "pncclSignal",
             Func.SIGNAL,
+            {"count": constant(0), "peer": a(0, 4), "comm": a(4), "stream": a(5)},
             Flag.P2P,
-            count=constant(0),
-            peer=a(0, 4),
-            comm=a(4),
-            stream=a(5),
         ),
         _call(
             34,
             "pncclWaitSignal",
             Func.WAIT_SIGNAL,
+            {"count": constant(0), "comm": a(2), "stream": a(3)},
             Flag.P2P,
-            count=constant(0),
-            comm=a(2),
-            stream=a(3),
         ),
     ]
     return tuple(rows)
@@ -222,15 +219,11 @@ def _collectives() -> tuple[Row, ...]:
 
 # ncclCommInitRank(comm *, nranks, ncclUniqueId by value, rank): x86-64 copies the 128 bytes to the
 # stack and rank is the third register; aarch64 passes their address in x2 and rank in w3.
-_ID_BY_VALUE = Place(
-    Source(SourceKind.STACK_ADDRESS, first=8), Source(SourceKind.REGISTER, reg=2)
-)
+_ID_BY_VALUE = Place(Source(SourceKind.STACK_ADDRESS, first=8), Source(SourceKind.REGISTER, reg=2))
 _RANK_BEHIND_ID = Place(
     Source(SourceKind.REGISTER, reg=2, width=4), Source(SourceKind.REGISTER, reg=3, width=4)
 )
-_CONFIG_BEHIND_ID = Place(
-    Source(SourceKind.REGISTER, reg=3), Source(SourceKind.REGISTER, reg=4)
-)
+_CONFIG_BEHIND_ID = Place(Source(SourceKind.REGISTER, reg=3), Source(SourceKind.REGISTER, reg=4))
 
 
 def _life(row_id: int, name: str, kind: CommKind, **places: Place) -> Row:
@@ -238,7 +231,7 @@ def _life(row_id: int, name: str, kind: CommKind, **places: Place) -> Row:
     return Row(row_id, Library.NCCL, f"pnccl{name}", Program.COMM, kind, fields=fields)
 
 
-def _end(row_id: int, name: str, kind: CommKind, traits: Trait = Trait(0)) -> Row:
+def _end(row_id: int, name: str, kind: CommKind, traits: Trait = NO_TRAITS) -> Row:
     return Row(
         row_id,
         Library.NCCL,
@@ -283,9 +276,7 @@ def _communicators() -> tuple[Row, ...]:
             slot=a(3),
             config=a(4),
         ),
-        _life(
-            55, "CommShrink", CommKind.SHRINK, comm=a(0), color=a(2, 4), slot=a(3), config=a(4)
-        ),
+        _life(55, "CommShrink", CommKind.SHRINK, comm=a(0), color=a(2, 4), slot=a(3), config=a(4)),
         _life(
             56,
             "CommGrow",
@@ -318,9 +309,8 @@ def _gloo(
     row_id: int,
     symbol: str,
     func: Func,
-    traits: Trait = Trait(0),
-    flags: Flag = Flag.BYTES,
-    **places: Place,
+    places: Mapping[str, Place],
+    traits: Trait = NO_TRAITS,
 ) -> Row:
     """The options struct is the only argument; its first member is a shared_ptr<Context>."""
     fields = {Field[name.upper()]: place for name, place in places.items()}
@@ -330,7 +320,7 @@ def _gloo(
         symbol,
         Program.PAIR,
         func,
-        Flag.BLOCKING | flags,
+        Flag.BLOCKING | Flag.BYTES,
         Trait.GLOO | traits,
         fields={Field.COMM: memory(0, 0), **fields},
     )
@@ -345,69 +335,35 @@ def _gloo_rows() -> tuple[Row, ...]:
     """
     elements = {"count": memory(0, 32), "scale": memory(0, 40)}
     in_size = chain(0, 16, 16)
+    nothing = {"count": constant(0)}
+    rooted = {**elements, "peer": memory(0, 48, 4)}
+    # alltoallv: count is all that this rank sends, to itself included.
+    vector = {"count": in_size, "vector": memory(0, 56)}
+    reduced = {"count": memory(0, 80), "scale": memory(0, 88)}
+    gathered = {"count": in_size, "peer": memory(0, 40, 4)}
+    scattered = {"count": chain(0, 40, 16), "peer": memory(0, 56, 4)}
+    gather_v = "_ZN4gloo10allgathervERNS_17AllgathervOptionsE"
+    to_all = "_ZN4gloo8alltoallERNS_15AlltoallOptionsE"
+    to_all_v = "_ZN4gloo9alltoallvERNS_16AlltoallvOptionsE"
     rows = (
+        _gloo(70, "_ZN4gloo9allreduceERKNS_16AllreduceOptionsE", Func.ALL_REDUCE, reduced),
         _gloo(
-            70,
-            "_ZN4gloo9allreduceERKNS_16AllreduceOptionsE",
-            Func.ALL_REDUCE,
-            count=memory(0, 80),
-            scale=memory(0, 88),
+            71, "_ZN4gloo9allgatherERNS_16AllgatherOptionsE", Func.ALL_GATHER, {"count": in_size}
         ),
-        _gloo(71, "_ZN4gloo9allgatherERNS_16AllgatherOptionsE", Func.ALL_GATHER, count=in_size),
-        _gloo(
-            72,
-            "_ZN4gloo10allgathervERNS_17AllgathervOptionsE",
-            Func.ALL_GATHER_V,
-            count=constant(0),
-        ),
+        _gloo(72, gather_v, Func.ALL_GATHER_V, nothing),
         _gloo(
             73,
-            "_ZN4gloo8alltoallERNS_15AlltoallOptionsE",
+            to_all,
             Func.ALL_TO_ALL,
+            {"count": in_size},
             Trait.PER_PEER,
-            count=in_size,
         ),
-        _gloo(
-            74,
-            "_ZN4gloo9alltoallvERNS_16AlltoallvOptionsE",
-            Func.ALL_TO_ALL_V,
-            count=in_size,  # all that this rank sends, to itself included
-            vector=memory(0, 56),
-        ),
-        _gloo(
-            75,
-            "_ZN4gloo9broadcastERNS_16BroadcastOptionsE",
-            Func.BROADCAST,
-            peer=memory(0, 48, 4),
-            **elements,
-        ),
-        _gloo(
-            76,
-            "_ZN4gloo7barrierERNS_14BarrierOptionsE",
-            Func.BARRIER,
-            count=constant(0),
-        ),
-        _gloo(
-            77,
-            "_ZN4gloo6reduceERNS_13ReduceOptionsE",
-            Func.REDUCE,
-            peer=memory(0, 48, 4),
-            **elements,
-        ),
-        _gloo(
-            78,
-            "_ZN4gloo6gatherERNS_13GatherOptionsE",
-            Func.GATHER,
-            count=in_size,
-            peer=memory(0, 40, 4),
-        ),
-        _gloo(
-            79,
-            "_ZN4gloo7scatterERNS_14ScatterOptionsE",
-            Func.SCATTER,
-            count=chain(0, 40, 16),
-            peer=memory(0, 56, 4),
-        ),
+        _gloo(74, to_all_v, Func.ALL_TO_ALL_V, vector),
+        _gloo(75, "_ZN4gloo9broadcastERNS_16BroadcastOptionsE", Func.BROADCAST, rooted),
+        _gloo(76, "_ZN4gloo7barrierERNS_14BarrierOptionsE", Func.BARRIER, nothing),
+        _gloo(77, "_ZN4gloo6reduceERNS_13ReduceOptionsE", Func.REDUCE, rooted),
+        _gloo(78, "_ZN4gloo6gatherERNS_13GatherOptionsE", Func.GATHER, gathered),
+        _gloo(79, "_ZN4gloo7scatterERNS_14ScatterOptionsE", Func.SCATTER, scattered),
     )
     connect = (
         "_ZN4gloo10rendezvous7Context15connectFullMeshE"

@@ -12,14 +12,18 @@ descriptors of maps and programs, in the order of its ``maps`` and ``programs``,
 first byte; or ``{"error": ..., "kind": "no_bcc" | "compile" | "load"}``.
 """
 
+from __future__ import annotations
+
 import array
 import json
 import os
 import socket
 import sys
+from pathlib import Path
+from typing import Any
 
 
-def compile_and_load(spec):
+def compile_and_load(spec: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     # bcc looks for ./include/linux/kconfig.h and the rest below this folder, and for nothing else.
     os.environ["BCC_KERNEL_SOURCE"] = spec["include"]
     try:
@@ -28,9 +32,11 @@ def compile_and_load(spec):
         return {"error": str(error), "kind": "no_bcc"}, []
     text = ""
     for path in spec["sources"]:
-        with open(path) as source:  # noqa: PTH123
-            text += '#line 1 "%s"\n%s\n' % (os.path.basename(path), source.read())  # noqa: PTH119, UP031
-    flags = ["-I" + spec["include"]] + ["-D%s=%s" % item for item in spec["defines"].items()]
+        source = Path(path)
+        text += f'#line 1 "{source.name}"\n{source.read_text()}\n'
+    flags = ["-I" + spec["include"]] + [
+        f"-D{key}={value}" for key, value in spec["defines"].items()
+    ]
     try:
         module = BPF(text=text, cflags=flags)
     except Exception as error:
@@ -50,7 +56,7 @@ def compile_and_load(spec):
     return {"programs": spec["programs"], "maps": spec["maps"]}, fds
 
 
-def main():
+def main() -> int:
     spec = json.load(sys.stdin)
     answer, fds = compile_and_load(spec)
     body = json.dumps(answer).encode() + b"\n"

@@ -334,7 +334,7 @@ class Engine:
         )
 
     def _close_window(self) -> None:
-        blocks = self.window.close()
+        blocks = self.window.close(len(self.registry.slots), self.registry.members_used)
         self.traffic.close()
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
         self._choose_stride()

@@ -39,17 +39,19 @@ _OF_OUTCOME: dict[int, Reason] = {
 }
 
 
-def shown(outcome: npt.NDArray[np.int64]) -> bool:
-    """Whether enough of a span's rows were scored to show waits; `outcome` [len(OUTCOMES)].
+def shown(outcome: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether enough of a span's rows were scored to show waits; `outcome` [..., len(OUTCOMES)].
 
     In a job that runs ahead one operation a step may still follow a synchronise: its wait is true
     and says nothing about the others.
     """
-    blind = int(outcome[[w.ORDER_ONLY, w.MIXED, w.MISALIGNED, w.CAPTURED, w.MISSING]].sum())
-    scored = int(outcome[w.SCORED])
+    unseen = [w.ORDER_ONLY, w.MIXED, w.MISALIGNED, w.CAPTURED, w.MISSING]
+    blind = outcome[..., unseen].sum(axis=-1)
+    scored = outcome[..., w.SCORED]
     # A row that the clocks cannot decide is a small wait, not a blind one.
-    known = scored + int(outcome[w.CLOCK])
-    return scored > 0 and known >= EVIDENCE_SHARE * (known + blind)
+    known = scored + outcome[..., w.CLOCK]
+    enough: npt.NDArray[np.bool_] = (scored > 0) & (known >= EVIDENCE_SHARE * (known + blind))
+    return enough
 
 
 def absent(
@@ -60,9 +62,7 @@ def absent(
     joining: bool,
     clock_error_s: float,
 ) -> Reason:
-    """(code, text) for a span whose waits are not shown; ("", "") when they are."""
-    if shown(outcome):
-        return "", ""
+    """(code, text) for a span whose waits are not `shown`."""
     if ranks == 1:
         return _OF_OUTCOME[w.ALONE]
     if seen < MIN_COVERAGE * ranks:

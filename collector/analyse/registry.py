@@ -101,6 +101,11 @@ class Registry:
         self.restarted: list[int] = []  # late-attached slots of an agent that began anew
         self.generation = 0
 
+    @property
+    def members_used(self) -> int:
+        """Every member number given so far is below this."""
+        return self._extents.high
+
     def resolve(self, batch: DecodedBatch) -> Resolved | None:
         """Numbers of a batch's communicators; None when its node does not fit."""
         number = self._node(batch)

@@ -79,9 +79,7 @@ class _Figures:
         evidence = window.current.evidence[self.slots] + window.closed.evidence[self.slots]
         # What most instances rest on; on a tie the better evidence.
         self.evidence = np.where(evidence.any(axis=1), evidence.argmax(axis=1), 0)
-        for i in range(len(live)):
-            if not reasons.shown(self.outcome[i]):
-                self.evidence[i] = 0
+        self.evidence[~reasons.shown(self.outcome)] = 0
         self.span = window.spans()[self.slots]
         of = self.evidence[self.comm]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -90,6 +88,7 @@ class _Figures:
             blame = window.current.blame[of, self.member] + window.closed.blame[of, self.member]
             self.wait_share = np.where(of > 0, np.clip(wait / span, 0, 1), np.nan)
             self.blame_share = np.where(of > 0, np.clip(blame / span, 0, 1), np.nan)
+        self.blame_known = np.nan_to_num(self.blame_share)
         self.histograms = _by_slot(engine.summaries)
         self.waits = _by_slot(engine.waits)
 
@@ -137,21 +136,23 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
     number, slot = f.live[i]
     window = engine.window
     low, high = np.searchsorted(f.comm, [i, i + 1])
-    waits, blames = f.wait_share[low:high], f.blame_share[low:high]
+    waits, blames = f.wait_share[low:high], f.blame_known[low:high]
     evidence = int(f.evidence[i])
     waits_for = -1
-    if evidence and len(blames) and float(np.nan_to_num(blames).max()) >= MIN_BLAME:
-        waits_for = int(f.rank[low + int(np.nan_to_num(blames).argmax())])
+    if evidence and float(blames.max()) >= MIN_BLAME:
+        waits_for = int(f.rank[low + int(blames.argmax())])
     instances = int(window.instances[number])
     durations, calls, dispatch, combine = _operations(f.histograms.get(number, []))
     matrix = engine.traffic.matrix(number)
-    absent_code, absent_text = reasons.absent(
-        f.outcome[i],
-        ranks=slot.ranks,
-        seen=int(f.seen[i]),
-        joining=engine.joining.waiting(number),
-        clock_error_s=_clock_error(engine, f.member[low:high]),
-    )
+    absent_code, absent_text = "", ""
+    if not evidence:
+        absent_code, absent_text = reasons.absent(
+            f.outcome[i],
+            ranks=slot.ranks,
+            seen=int(f.seen[i]),
+            joining=engine.joining.waiting(number),
+            clock_error_s=_clock_error(engine, f.member[low:high]),
+        )
     return CommunicatorView(
         comm_hash=slot.comm_hash,
         library=slot.library,

@@ -44,13 +44,14 @@ class Pane:
         self.last_ns = np.full(slots, -1)
         self.span_ns = np.zeros(slots)
 
-    def zero(self) -> None:
-        for array in (self.wait, self.blame, self.outcome, self.evidence, self.span_ns):
-            array.fill(0)
-        self.complete.fill(0)
-        self.rows.fill(0)
-        self.first_ns.fill(np.iinfo(np.int64).max)
-        self.last_ns.fill(-1)
+    def zero(self, slots: int, members: int) -> None:
+        """Begin anew; `slots`, `members`: only so many were ever used."""
+        self.wait[:, :members] = 0
+        self.blame[:, :members] = 0
+        for array in (self.outcome, self.evidence, self.span_ns, self.complete, self.rows):
+            array[:slots] = 0
+        self.first_ns[:slots] = np.iinfo(np.int64).max
+        self.last_ns[:slots] = -1
 
     def forget(self, slot: int, base: int, ranks: int) -> None:
         members = slice(base, base + ranks)
@@ -111,11 +112,11 @@ class Window:
         """[slot] ns observed in the two panes; 0 where nothing was."""
         return self.closed.span_ns + _span(self.current, self.closed)
 
-    def close(self) -> list[OwnBlock]:
-        """End the window -> its own times."""
+    def close(self, slots: int, members: int) -> list[OwnBlock]:
+        """End the window -> its own times. `slots`, `members`: only so many were ever used."""
         self.current.span_ns[:] = _span(self.current, self.closed)
         self.current, self.closed = self.closed, self.current
-        self.current.zero()
+        self.current.zero(slots, members)
         blocks, self.blocks, self.own_cells = self.blocks, [], 0
         return blocks
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_bytes
+from tests.rig.known import result
+from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_bytes, start_calls
 from tests.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(180)]
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.timeout(180)]
 RANKS = 8
 SLOW = 5
 BASE = {
-    "ranks": RANKS, "ranks_per_node": 4, "tokens": 128, "hidden": 256, "zipf": 0.4, "layers": 2,
+    "ranks": RANKS, "ranks_per_node": RANKS, "tokens": 128, "hidden": 256, "zipf": 0.4, "layers": 2,
     "attn_us": 4000, "expert_us": 1000,
 }  # fmt: skip
 
@@ -29,7 +30,9 @@ def paths(tmp_path: Path) -> RigPaths:
 
 @pytest.fixture
 def stack(tmp_path: Path, paths: RigPaths) -> Iterator[Stack]:
-    with Stack(tmp_path, [f"{paths.root}/*"]) as stack:
+    # The agent finds the stand-in libnvidia-ml there.
+    env = {"LD_LIBRARY_PATH": str(paths.root)}
+    with Stack(tmp_path, [f"{paths.root}/*"], env=env) as stack:
         yield stack.start()
 
 
@@ -66,6 +69,12 @@ def test_eager_slow_rank_is_named_on_enqueue_evidence(stack: Stack, paths: RigPa
         }
         assert min(waits, key=waits.__getitem__) == SLOW
         assert stack.agent_metrics().total("lanterne_agent_events_lost_total") == 0
+        # NVML's GPUs, and which of them each rank has: by the communicator's bus id.
+        assert {labels["gpu"]: int(labels["rank"]) for labels, _ in named} == {
+            str(gpu): gpu for gpu in range(RANKS)
+        }
+        warm = metrics.get("lanterne_gpu_temperature_celsius", node="demo")
+        assert {labels["gpu"] for labels, _ in warm} == {str(gpu) for gpu in range(RANKS)}
 
 
 def test_run_ahead_names_nobody_and_says_why(stack: Stack, paths: RigPaths) -> None:
@@ -133,6 +142,39 @@ def test_known_workload_gives_exact_counts(stack: Stack, paths: RigPaths) -> Non
         operations = steps * (2 * running.config.layers + 1) * RANKS
         counted = metrics.get("lanterne_collective_calls_total", workload="known")
         assert sum(value for _, value in counted) == operations, counted
+
+
+def test_ring_too_small_counts_what_it_loses(tmp_path: Path, paths: RigPaths) -> None:
+    calls = 300_000
+    start = tmp_path / "go"
+    small = {"probes": {"ring_bytes": 4096}}
+    with Stack(tmp_path, [f"{paths.root}/*"], agent=small) as stack:
+        stack.start()
+        with start_calls(f"--count={calls}", paths=paths, start_file=start) as caller:
+            wait_for(lambda: attached(stack), 30, f"libraries attached\n{stack.logs()}")
+            start.touch()
+            made = int(result(caller)["calls"])  # type: ignore[call-overload]
+
+        def all_accounted() -> bool:
+            agent = stack.agent_metrics()
+            read = agent.total("lanterne_agent_events_read_total")
+            return read + agent.total("lanterne_agent_events_lost_total") >= made
+
+        assert made >= calls
+        wait_for(all_accounted, 20, "every call read or counted as lost")
+        time.sleep(1)
+        agent = stack.agent_metrics()
+        read = agent.total("lanterne_agent_events_read_total")
+        lost = {
+            labels["reason"]: value
+            for labels, value in agent.get("lanterne_agent_events_lost_total")
+            if value
+        }
+        assert 0 < read < made
+        assert read + sum(lost.values()) == made, lost
+        # The collector, and so the operator, knows too.
+        known = stack.collector_metrics().total("lanterne_node_events_lost_total")
+        assert known == sum(lost.values())
 
 
 def test_doctor_says_what_cannot_be_seen(stack: Stack, paths: RigPaths) -> None:

@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from pathlib import Path
 
 
 class Id(ctypes.Structure):
@@ -79,7 +80,7 @@ def handle(command):
         libraries.append(ctypes.CDLL(command["open"]))
         return 0
     if "map" in command:
-        with open(command["map"], "rb") as file:
+        with Path(command["map"]).open("rb") as file:
             kept.append(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ))
         return 0
     return os.getpid()

@@ -86,7 +86,7 @@ def source(library: catalog.Library, *, enqueue: bool) -> str:
         parts.append(
             "static __attribute__((noinline, used)) long check(void *info) "
             '__asm__("_Z16ncclEnqueueCheckP8ncclInfo");\n'
-            "static long check(void *info) { __asm__ volatile(\"\"); return stub_rc; }\n"
+            'static long check(void *info) { __asm__ volatile(""); return stub_rc; }\n'
             "EXPORT long call_enqueue(void *info, long n) "
             "{ long sum = 0; while (n--) sum += check(info); return sum; }\n"
         )

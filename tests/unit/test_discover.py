@@ -1,0 +1,108 @@
+"""Parsing /proc, and scans of a made-up one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lanterne.agent.discover import Discovery, kind_of, parse_maps, parse_start_ticks, wanted
+
+MAPS = b"""\
+55d0-55d1 r--p 00000000 fd:01 100 /usr/bin/python3.11
+7f00-7f01 r--p 00000000 fd:01 7001 /opt/a dir/libnccl.so.2
+7f01-7f02 r-xp 00001000 fd:01 7001 /opt/a dir/libnccl.so.2
+7f03-7f04 r-xp 00001000 fd:01 7002 /tmp/libcuda.so.1 (deleted)
+7f05-7f06 rw-p 00000000 00:00 0
+7f07-7f08 rw-p 00000000 00:00 0 [heap]
+7f09-7f0a r-xp 00000000 zz:01 7003 /x/libtorch_cpu.so
+garbage libnccl.so.2
+7f0b-7f0c r-xp 00000000 fd:01 7004 /x/libnccl-net.so
+7ffc-7ffd r-xp 00000000 103:1a 7005 /x/libtorch_cpu.so
+"""
+STAT = b"42 (a) b (c)) S 1 " + b" ".join(str(i).encode() for i in range(5, 53))
+
+
+def test_maps() -> None:
+    nccl, cuda, gloo = parse_maps(MAPS)
+    assert (nccl.kind, nccl.path, nccl.range) == ("nccl", "/opt/a dir/libnccl.so.2", "7f00-7f01")
+    assert nccl.key == (os.makedev(0xFD, 1), 7001)
+    assert (cuda.kind, cuda.path, cuda.deleted) == ("cuda", "/tmp/libcuda.so.1", True)
+    assert gloo.key == (os.makedev(0x103, 0x1A), 7005)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/x/libnccl.so.2", "nccl"),
+        ("/x/libnccl.so.2.28.9", "nccl"),
+        ("/x/libnccl-2.28.so", "nccl"),
+        ("/x/librccl.so.1", "nccl"),
+        ("/x/libtorch_cpu.so", "gloo"),
+        ("/x/libcuda.so.550.163.01", "cuda"),
+        ("/x/libcudart.so.12", None),
+        ("/x/libnccl-net.so", None),
+        ("/x/libnccl-profiler-x.so", None),
+        ("/x/libnccl_ep.so", None),
+        ("/x/libtorch_cuda.so", None),
+        ("/x/mylibnccl.so.2", None),
+    ],
+)
+def test_kinds(path: str, kind: str | None) -> None:
+    assert kind_of(path) == kind
+
+
+def test_start_ticks_behind_a_name_with_brackets() -> None:
+    assert parse_start_ticks(STAT) == 22
+
+
+def test_globs() -> None:
+    assert wanted("/a/libnccl.so.2", (), ())
+    assert wanted("/a/libnccl.so.2", ("/a/*",), ())
+    assert not wanted("/b/libnccl.so.2", ("/a/*",), ())
+    assert not wanted("/a/libnccl.so.2", ("/a/*",), ("*/libnccl*",))
+
+
+def make(proc: Path, pid: int, maps: bytes, start: int = 22) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(exist_ok=True)
+    (folder / "maps").write_bytes(maps)
+    fields = [str(i) for i in range(4, 53)]
+    fields[18] = str(start)
+    (folder / "stat").write_text(f"{pid} (x y) S " + " ".join(fields))
+
+
+def test_scans(tmp_path: Path) -> None:
+    make(tmp_path, 10, MAPS)
+    make(tmp_path, 11, b"")
+    (tmp_path / "12").mkdir()  # has vanished: no stat
+    (tmp_path / "self").mkdir()
+    discovery = Discovery(tmp_path, (), ())
+    found = discovery.scan()
+    assert set(found.processes) == {10}
+    assert found.gone == ()
+    make(tmp_path, 11, MAPS)  # opened later
+    assert set(discovery.scan().processes) == {10, 11}
+    make(tmp_path, 11, b"", start=99)  # another process with the number
+    found = discovery.scan()
+    assert found.gone == (11,)
+    assert set(found.processes) == {10}
+    (tmp_path / "10" / "stat").unlink()
+    found = discovery.scan()
+    assert found.gone == (10,)
+    assert not found.processes
+
+
+def test_no_proc_at_all(tmp_path: Path) -> None:
+    assert not Discovery(tmp_path / "none", (), ()).scan().processes
+
+
+def test_quiet_processes_are_read_again_in_turns(tmp_path: Path) -> None:
+    for pid in range(100, 160):
+        make(tmp_path, pid, b"1-2 r-xp 0 fd:01 1 /bin/sleep\n")
+    discovery = Discovery(tmp_path, (), ())
+    for _ in range(40):
+        discovery.scan()
+    make(tmp_path, 130, MAPS)
+    assert any(discovery.scan().processes for _ in range(8))
