@@ -445,7 +445,8 @@ _PROCESS: dict[str, object] = {
 def _processes(m: pb.Batch, limits: Limits) -> tuple[Mapping[str, object], ...]:
     if len(m.processes) > limits.processes:
         _refuse("rows", f"{len(m.processes)} processes, the limit is {limits.processes}")
-    return tuple(_PROCESS | _fields(p, "process", limits.text) for p in m.processes)
+    missing = _PROCESS | {"node": m.node}
+    return tuple(missing | _fields(p, "process", limits.text) for p in m.processes)
 
 
 def _health(h: pb.Health) -> Mapping[str, float]:

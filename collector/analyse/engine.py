@@ -43,8 +43,8 @@ class EngineConfig:
     cells: int = 1 << 24  # rank-events held for alignment, 36 bytes each
     rows: int = 1 << 22
     communicators: int = 1 << 15
-    members: int = 1 << 19  # (communicator, rank) pairs
-    processes: int = 1 << 18
+    members: int = 1 << 18  # (communicator, rank) pairs
+    processes: int = 1 << 17
     nodes: int = 8_192
     own_cells: int = 1 << 24  # own times kept for one window's medians, 12 bytes each
     flush_rows: int = 1 << 17

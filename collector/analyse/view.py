@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,11 +50,7 @@ def build(
         communicators=tuple(_communicator(engine, figures, i) for i in range(len(live))),
         ranks=_ranks(engine, figures),
         gpus=_gpus(engine),
-        processes=tuple(
-            {"node": node.name, **row}
-            for node in engine.registry.nodes
-            for row in node.batch.processes
-        ),
+        processes=tuple(chain.from_iterable(n.batch.processes for n in engine.registry.nodes)),
         ingest={**ingest, **engine.engine_counts()},
         refused=dict(refused),
     )
@@ -88,6 +85,8 @@ class _Figures:
             blame = window.current.blame[of, self.member] + window.closed.blame[of, self.member]
             self.wait_share = np.where(of > 0, np.clip(wait / span, 0, 1), np.nan)
             self.blame_share = np.where(of > 0, np.clip(blame / span, 0, 1), np.nan)
+        shares = np.bincount(self.comm, np.nan_to_num(self.wait_share), minlength=len(live))
+        self.mean_share = shares / np.maximum(self.seen, 1)
         self.blame_known = np.nan_to_num(self.blame_share)
         self.histograms = _by_slot(engine.summaries)
         self.waits = _by_slot(engine.waits)
@@ -115,7 +114,7 @@ def _ranks(engine: Engine, f: _Figures) -> Ranks:
         rank=f.rank.astype(np.int64),
         node=registry.node[member].astype(np.int64),
         pid=registry.process_pid[registry.process[member]],
-        gpu=tuple(str(i) if i >= 0 else "" for i in registry.gpu_index[member].tolist()),
+        gpu=_texts(registry.gpu_index[member]),
         evidence=of.astype(np.int64),
         wait_seconds=total,
         blame_seconds=blamed,
@@ -132,14 +131,21 @@ def _ranks(engine: Engine, f: _Figures) -> Ranks:
     )
 
 
+def _texts(numbers: npt.NDArray[np.int32]) -> tuple[str, ...]:
+    """Numbers as label values, "" for those below 0; each text made once."""
+    distinct, inverse = np.unique(numbers, return_inverse=True)
+    texts = [str(n) if n >= 0 else "" for n in distinct.tolist()]
+    return tuple(map(texts.__getitem__, inverse.tolist()))
+
+
 def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
     number, slot = f.live[i]
     window = engine.window
     low, high = np.searchsorted(f.comm, [i, i + 1])
-    waits, blames = f.wait_share[low:high], f.blame_known[low:high]
+    blames = f.blame_known[low:high]
     evidence = int(f.evidence[i])
     waits_for = -1
-    if evidence and float(blames.max()) >= MIN_BLAME:
+    if evidence and len(blames) and float(blames.max()) >= MIN_BLAME:
         waits_for = int(f.rank[low + int(blames.argmax())])
     instances = int(window.instances[number])
     durations, calls, dispatch, combine = _operations(f.histograms.get(number, []))
@@ -164,7 +170,7 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
         evidence=evidence,
         absent_reason=absent_text,
         absent_code=absent_code,
-        wait_share=float(waits.mean()) if evidence else math.nan,
+        wait_share=float(f.mean_share[i]) if evidence else math.nan,
         complete_share=int(window.complete_total[number]) / instances if instances else math.nan,
         instances=instances,
         waits_for=waits_for,

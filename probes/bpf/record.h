@@ -16,7 +16,20 @@
 #define LANTERNE_F_FIRST     (1 << 6) /* first operation seen on this (process, communicator) */
 #define LANTERNE_F_BYTES     (1 << 7) /* count is in bytes, dtype is meaningless */
 
-/* One collective, send or recv call. 80 bytes, stride 88. */
+/* One collective, send or recv call. 80 bytes, stride 88.
+ *
+ * Entry-only calls (NCCL) are written at entry. Pairs (gloo) are written at return, so they stand
+ * in the ring in the order of their ends; a pair that an exception has left goes out without
+ * LANTERNE_F_PAIR when its thread makes the next call.
+ *
+ * gloo::alltoallv writes, at entry, one record per peer (64 at most, itself included): func Send,
+ * flags P2P | BYTES | BLOCKING, count = bytes for that peer, with the seq of the collective lane
+ * and the probe of the call itself, and a group of its own. The call's record (func AllToAllV,
+ * count = all bytes sent) follows at return with the same seq and group, without LANTERNE_F_GROUP.
+ *
+ * count follows NCCL's API also for gloo's bytes: per rank for all-gather and gather, per peer for
+ * all-to-all and scatter. What could not be read is 0 (count, stream), 255 (dtype), -1 (peer).
+ */
 struct lanterne_record {
 	__u64 enter_ns;        /* CLOCK_MONOTONIC at entry */
 	__u64 duration_ns;     /* return - entry; 0 unless F_PAIR */
@@ -57,7 +70,14 @@ struct lanterne_record {
 #define LANTERNE_CF_PENDING  (1 << 2) /* *slot was not written yet: read `slot` in the process */
 #define LANTERNE_CF_NAME     (1 << 3) /* name[] is valid */
 
-/* Rare and larger. 264 bytes, stride 272. */
+/* Rare and larger. 264 bytes, stride 272.
+ *
+ * A creation inside a group is told at the return of its call (PENDING while *slot is 0), and again
+ * at the return of the outermost ncclGroupEnd if *slot has another value by then. rc != 0: it
+ * failed, comm is 0. FIRST_USE of a gloo context has rank and n_ranks; CONNECT has them too, name =
+ * the prefixes of its store from root to leaf ("default_pg/0//cpu/"), and of a TCPStore the port in
+ * key and the host as text in id[] (without CF_ID).
+ */
 struct lanterne_comm_event {
 	__u64 time_ns;         /* at return of the call (entry for DESTROY, ABORT, REVOKE) */
 	__u64 duration_ns;

@@ -6,6 +6,7 @@
  * array look-ups are compiled inline: 5 ns instead of 40 ns. The arrays are mapped by the agent,
  * which frees the slots of dead threads and processes.
  */
+#define BPF_LICENSE Dual BSD/GPL
 #include <linux/types.h>
 #include <uapi/linux/ptrace.h>
 #include "record.h"

@@ -12,9 +12,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lanterne.collector.analyse.engine import Engine, EngineConfig
 from lanterne.collector.batch import decode
@@ -28,7 +31,10 @@ BOOT = "bench"
 
 
 def encode(
-    node: int, sequence: int, comms: list[pb.Communicator], instances: dict[str, np.ndarray]
+    node: int,
+    sequence: int,
+    comms: list[pb.Communicator],
+    instances: Mapping[str, npt.NDArray[Any]],
 ) -> bytes:
     """One node's window, as an agent encodes it."""
     rows = len(instances["seq"])
@@ -169,10 +175,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=int, default=5, help="windows measured")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    keyword = {"rate": options.rate, "seconds": options.seconds}
     many = [
-        measure(ranks=options.ranks, size=options.ranks, **keyword),
-        measure(ranks=options.ranks, size=8, **keyword),
+        measure(ranks=options.ranks, size=size, rate=options.rate, seconds=options.seconds)
+        for size in (options.ranks, 8)
     ]
     # The rate where a batch is as full as that of a busy decode loop: 5,000 operations a second.
     dense = measure(ranks=64, size=64, rate=5000, seconds=options.seconds)
