@@ -13,6 +13,7 @@ ARGS ?=
 FOR ?=
 JSON ?=
 ONLY ?=
+ALL ?=
 RANK ?=
 FLAGS = $(if $(FOR),--for "$(FOR)") $(if $(JSON),--json "$(JSON)") $(if $(RANK),--rank "$(RANK)")
 
@@ -29,7 +30,7 @@ setup-torch: setup
 	@bash tests/setup.sh torch
 
 setup-nccl: setup
-	@bash tests/setup.sh nccl
+	@NCCL_ALL="$(ALL)" bash tests/setup.sh nccl
 
 demo: setup ## an 8-rank expert-parallel job with one slow rank, live (FOR=45 JSON=demo.json: unattended)
 	@$(PY) -m tests.demo $(FLAGS)
@@ -43,7 +44,7 @@ test: setup ## unit, contract, kernel and end-to-end tests (ARGS= goes to pytest
 test-torch: setup-torch ## end to end with real PyTorch and Gloo
 	@LANTERNE_TORCH_PYTHON="$(TORCH_PY)" $(PY) -m pytest -m torch $(ARGS)
 
-test-nccl: setup-nccl ## probes on the real libnccl wheels (some 300 MB each, kept in build/nccl)
+test-nccl: setup-nccl ## probes on the real libnccl wheels (some 300 MB each, kept in build/nccl; ALL=1: ten)
 	@LANTERNE_NCCL_DIR="$(abspath build/nccl)" $(PY) -m pytest -m nccl $(ARGS)
 
 check: setup ## lint, format, types, import contracts, generated code, licences

@@ -138,8 +138,7 @@ def field_offset(code: bytes, address: int) -> int | None:
             base = instruction.reg_name(source.mem.base)
             if base != "rip" and source.mem.disp >= _MIN_FIELD:
                 found.add(int(source.mem.disp))
-        if instruction.mnemonic == "ret":
-            break
+        # Not until the first `ret`: compilers put the path that loads the field behind it.
     return found.pop() if len(found) == 1 else None
 
 

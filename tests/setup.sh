@@ -13,6 +13,8 @@ ROOT=$(pwd -P)
 TORCH_REQUIREMENTS=("torch==2.13.0" "numpy")
 NCCL_PACKAGE=nvidia-nccl-cu12
 NCCL_OLDEST=2.21.5
+# With NCCL_ALL=1: every release whose layout is known (4 GB of downloads).
+NCCL_KNOWN=(2.18.3 2.23.4 2.26.5 2.27.7 2.28.9 2.29.7 2.30.7 2.31.2 2.32.3)
 export DEBIAN_FRONTEND=noninteractive PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -209,6 +211,10 @@ setup_nccl() {
   newest=$(newest_nccl)
   fetch_nccl $NCCL_OLDEST
   fetch_nccl "$newest"
+  if [ -n "${NCCL_ALL:-}" ]; then
+    local version
+    for version in "${NCCL_KNOWN[@]}"; do fetch_nccl "$version"; done
+  fi
 }
 
 case ${1:-base} in

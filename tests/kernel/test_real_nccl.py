@@ -16,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from elftools.elf.elffile import ELFFile
 
-from lanterne.agent.attach import Attacher
+from lanterne.agent import elf
+from lanterne.agent.attach import Attacher, examine
 from lanterne.agent.commhash import unique_id_hash
 from lanterne.agent.kernel import Programs, load
 from lanterne.agent.ring import Ring
@@ -45,9 +47,12 @@ CHILD = textwrap.dedent(
     lib.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int]
     out["init_rc"] = lib.ncclCommInitRank(ctypes.byref(comm), 7, uid, 3)
     P, S, I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    # Not a communicator: NCCL checks the magic and refuses; the memory stays readable.
+    # Not a communicator: NCCL checks the magic and refuses; the memory stays readable. Before
+    # 2.21 there is no magic, and only NULL is refused.
+    version = ctypes.c_int()
+    lib.ncclGetVersion(ctypes.byref(version))
     fake = ctypes.create_string_buffer(2 << 20)
-    c = ctypes.addressof(fake)
+    c = ctypes.addressof(fake) if version.value >= 22100 else 0
     out["comm"] = c
     def call(name, types, *args):
         function = getattr(lib, name)
@@ -161,6 +166,42 @@ def check_records(records: np.ndarray, said: dict[str, object]) -> None:
     assert len(set(groups.tolist())) == len(groups), "three sends and receives, in no common group"
     collectives = records[(records["flags"] & Flag.P2P) == 0]
     assert collectives["seq"].tolist() == list(range(len(collectives)))
+
+
+def dwarf_offsets(library: Path) -> dict[str, int]:
+    """Of the members of struct ncclComm, from the debugging information in the wheel."""
+    with library.open("rb") as file:
+        for unit in ELFFile(file).get_dwarf_info().iter_CUs():
+            for die in unit.get_top_DIE().iter_children():
+                name = die.attributes.get("DW_AT_name")
+                if name is None or name.value != b"ncclComm" or not die.has_children:
+                    continue
+                return {
+                    member.attributes["DW_AT_name"].value.decode(): member.attributes[
+                        "DW_AT_data_member_location"
+                    ].value
+                    for member in die.iter_children()
+                    if member.tag == "DW_TAG_member" and "DW_AT_name" in member.attributes
+                }
+    raise AssertionError(f"{library} has no struct ncclComm in its DWARF")
+
+
+@pytest.mark.parametrize("source", ["build_id", "getters"])
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.parent.name)
+def test_offsets_of_the_communicator_agree(
+    library: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By build id, and by the getters' machine code, with the library's own DWARF."""
+    if source == "getters":
+        monkeypatch.setattr(elf, "_RANK_BY_BUILD_ID", {})
+    truth = dwarf_offsets(library)
+    with library.open("rb") as file:
+        found = examine(file.fileno(), "nccl", str(library), str(library)).comm_offsets
+    assert found is not None
+    assert found.source == source
+    assert found.has_magic == ("startMagic" in truth)
+    fields = (found.comm_hash, found.rank, found.n_ranks, found.cuda_dev, found.bus_id)
+    assert fields == tuple(truth[n] for n in ("commHash", "rank", "nRanks", "cudaDev", "busId"))
 
 
 def test_the_wheels_are_there() -> None:
