@@ -131,7 +131,9 @@ def result(scenario: Scenario, seen: dict[str, Any], stack: Stack) -> dict[str, 
         {
             "rank": row["rank"],
             "class": row["klass"],
-            "wait_seconds": row["others_wait_seconds"],
+            # Where every rank waits a little, nobody clearly waits for this one: what fixing it
+            # would return then.
+            "wait_seconds": row["others_wait_seconds"] or row["blame_seconds"],
             "evidence": row["evidence"],
             "seconds_until_named": round(seen["first_named"][row["rank"]], 2),
         }
