@@ -7,9 +7,11 @@ PY := .venv/bin/python
 TORCH_PY := $(abspath .venv-torch/bin/python)
 PACKAGES := agent probes proto collector
 # Typed like the packages: what tests share, not the tests themselves.
-TYPED_TESTS := $(wildcard tests/*.py tests/rig/*.py tests/bench/*.py)
+TYPED_TESTS := $(wildcard tests/*.py tests/rig/*.py tests/bench/*.py tests/vm/*.py)
 # Extra arguments for pytest, as in: make test ARGS="-k windows -x"
 ARGS ?=
+# One architecture for make test-kernel-vm; all machines if empty.
+ARCH ?=
 FOR ?=
 JSON ?=
 ONLY ?=
@@ -17,11 +19,11 @@ ALL ?=
 RANK ?=
 FLAGS = $(if $(FOR),--for "$(FOR)") $(if $(JSON),--json "$(JSON)") $(if $(RANK),--rank "$(RANK)")
 
-.PHONY: help setup setup-torch setup-nccl demo demo-torch test test-torch test-nccl check bench \
-	proto format clean
+.PHONY: help setup setup-torch setup-nccl demo demo-torch test test-torch test-nccl test-kernel-vm \
+	check bench proto format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## what is missing from apt, and .venv (every other target does this first)
 	@bash tests/setup.sh
@@ -46,6 +48,10 @@ test-torch: setup-torch ## end to end with real PyTorch and Gloo
 
 test-nccl: setup-nccl ## probes on the real libnccl wheels (some 300 MB each, kept in build/nccl; ALL=1: ten)
 	@LANTERNE_NCCL_DIR="$(abspath build/nccl)" $(PY) -m pytest -m nccl $(ARGS)
+
+test-kernel-vm: setup ## kernel tests on Linux 6.1 and on aarch64, emulated; slow (ARCH=x86_64|arm64)
+	@bash tests/setup.sh vm
+	@$(PY) -m tests.vm.run --arch "$(ARCH)" $(if $(ARGS),-- $(ARGS))
 
 check: setup ## lint, format, types, import contracts, generated code, licences
 	@$(PY) -m ruff check .

@@ -8,54 +8,23 @@ only when its last link stands. The kernel removes the probes when the agent end
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-from lanterne.probes import catalog
-
-from . import bpf, code, elf
+from . import elf, library
 from .discover import Discovery, Key, Mapped, ProcessInfo, ways_to_open
-from .elf import CommOffsets, ElfFile, Symbol
 from .errors import AttachError, ElfError
 from .kernel import Programs
-
-__all__ = ["AttachedLibrary", "Attacher", "CommOffsets", "ProcessInfo", "Scan", "Site"]
+from .library import AttachedLibrary
+from .links import Closer, Links
 
 MAX_LIBRARIES = 256
+CLOSE_SECONDS = 10.0  # what a close waits for; the perf method needs the most, per library
 _GRACE_SCANS = 10  # scans that a library stays attached after its last process has gone
 _RETRY_SCANS = 30  # scans until a failed library is tried again
 _SWEEP_SHARE = 0.25  # share of thread slots in use from which dead threads are looked for
-
-
-@dataclass(frozen=True)
-class Site:
-    """One probed place: catalog row, symbol, offset in the file, and what stands there. ``cheap``:
-    the kernel emulates the instruction (None: unknown)."""
-
-    row: int
-    symbol: str
-    offset: int
-    cheap: bool | None
-    first_instruction: str
-
-
-@dataclass(frozen=True)
-class AttachedLibrary:
-    """``path`` as the first process saw it, ``host_path`` as the agent opened it. ``state``:
-    attached, failed or nothing_to_probe; ``error`` says why."""
-
-    path: str
-    host_path: str
-    kind: str
-    build_id: str
-    nccl_version: int | None
-    comm_offsets: CommOffsets | None
-    sites: tuple[Site, ...]
-    state: str
-    error: str
 
 
 @dataclass(frozen=True)
@@ -65,78 +34,6 @@ class Scan:
     new_libraries: tuple[AttachedLibrary, ...]
     gone_pids: tuple[int, ...]
     failed: tuple[str, ...]
-
-
-class Links:
-    """The links of one library; closing them removes the probes."""
-
-    def __init__(self, programs: Programs) -> None:
-        self._programs = programs
-        self._fds: list[int] = []
-
-    def add(self, path: str, sites: Sequence[Site]) -> None:
-        """Places all probes or none; raises AttachError."""
-        try:
-            for function, at_return, chosen in _by_function(sites):
-                if self._programs.method == "multi":
-                    self._add_multi(path, function, chosen, at_return)
-                else:
-                    self._add_perf(path, function, chosen, at_return)
-        except OSError as error:
-            self.close()
-            raise AttachError(
-                f"{path}: probes could not be placed: {error.strerror or error}"
-            ) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def _add_multi(self, path: str, function: str, sites: Sequence[Site], at_return: bool) -> None:
-        self._fds.append(
-            bpf.link_uprobes(
-                self._programs.program(function),
-                path,
-                [site.offset for site in sites],
-                [site.row for site in sites],
-                at_return=at_return,
-            )
-        )
-
-    def _add_perf(self, path: str, function: str, sites: Sequence[Site], at_return: bool) -> None:
-        kind, return_bit = _uprobe_pmu()
-        for site in sites:
-            event = bpf.open_uprobe(kind, return_bit if at_return else 0, path, site.offset)
-            self._fds.append(event)
-            self._fds.append(bpf.link_perf_event(self._programs.program(function), event, site.row))
-
-    def close(self) -> None:
-        # The newest first, so that no entry is seen whose return would not be.
-        while self._fds:
-            os.close(self._fds.pop())
-
-
-def _by_function(sites: Sequence[Site]) -> list[tuple[str, bool, list[Site]]]:
-    """(BPF function, at return, its sites): returns before entries, so that an entry that is
-    seen has a return that is seen."""
-    returns: dict[str, list[Site]] = {}
-    entries: dict[str, list[Site]] = {}
-    for site in sites:
-        entry, at_return = catalog.PROGRAMS[catalog.BY_ID[site.row].program]
-        if entry:
-            entries.setdefault(entry, []).append(site)
-        if at_return:
-            returns.setdefault(at_return, []).append(site)
-    return [(name, True, chosen) for name, chosen in returns.items()] + [
-        (name, False, chosen) for name, chosen in entries.items()
-    ]
-
-
-def _uprobe_pmu(sys: Path = Path("/sys")) -> tuple[int, int]:
-    """(perf event type, config bit that means "at return") of the uprobe PMU."""
-    folder = sys / "bus/event_source/devices/uprobe"
-    kind = int((folder / "type").read_text())
-    bit = (folder / "format/retprobe").read_text().strip()
-    return kind, 1 << int(bit.removeprefix("config:"))
 
 
 class Attacher:
@@ -152,9 +49,11 @@ class Attacher:
         proc: Path = Path("/proc"),
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        closer: Closer | None = None,
     ) -> None:
         self._programs = programs
         self._proc = proc
+        self._closer = closer or Closer()
         self._discovery = Discovery(proc, include, exclude)
         self._libraries: dict[Key, AttachedLibrary] = {}
         self._links: dict[Key, Links] = {}
@@ -174,11 +73,11 @@ class Attacher:
             for one in mapped:
                 users.setdefault(one.key, []).append((pid, one))
         for key, by in users.items():
-            library = self._consider(key, by)
-            if library is not None:
-                new.append(library)
-                if library.state == "failed":
-                    failed.append(f"{library.path}: {library.error}")
+            tried = self._consider(key, by)
+            if tried is not None:
+                new.append(tried)
+                if tried.state == "failed":
+                    failed.append(f"{tried.path}: {tried.error}")
         self._release(users.keys())
         self._remember(found.processes)
         if self._programs is not None:
@@ -199,11 +98,18 @@ class Attacher:
             if self._retry[key] > 0:
                 return None
             del self._retry[key]
-        elif len(self._libraries) >= MAX_LIBRARIES:
+        elif len(self._libraries) >= MAX_LIBRARIES or self._kernel_is_busy:
             return None
-        library = self._attach_from(key, by)
-        self._libraries[key] = library
-        return library if known is None or library != known else None
+        tried = self._attach_from(key, by)
+        self._libraries[key] = tried
+        return tried if known is None or tried != known else None
+
+    @property
+    def _kernel_is_busy(self) -> bool:
+        """Perf events are opened and closed under one lock: attaching now would wait, event by
+        event, for what is being closed. The next scan does it."""
+        closing = self._closer.pending > 0
+        return closing and self._programs is not None and self._programs.method == "perf"
 
     def _attach_from(self, key: Key, by: Sequence[tuple[int, Mapped]]) -> AttachedLibrary:
         """Through the first process that lets us at the very inode."""
@@ -224,26 +130,28 @@ class Attacher:
                     return self._attach(key, fd, one, str(path))
                 finally:
                     os.close(fd)
-        return _failed(mapped, "", reasons[0] if reasons else "cannot be reached")
+        reason = reasons[0] if reasons else "cannot be reached"
+        return library.failed(mapped.path, "", mapped.kind, reason)
 
     def _attach(self, key: Key, fd: int, mapped: Mapped, host_path: str) -> AttachedLibrary:
         try:
-            library = examine(fd, mapped.kind, mapped.path, host_path)
+            found = library.examine(fd, mapped.kind, mapped.path, host_path)
         except ElfError as error:
-            return _failed(mapped, host_path, str(error))
-        except (ValueError, IndexError, OverflowError, struct.error, MemoryError) as error:
-            # A file made to harm may still trip the parser: it is reported, and the rest goes on.
-            return _failed(mapped, host_path, f"cannot be read as ELF: {error!r}")
-        if library.state != "attached" or self._programs is None:
-            return library
-        links = Links(self._programs)
+            return library.failed(mapped.path, host_path, mapped.kind, str(error))
+        except (ValueError, IndexError, OverflowError, MemoryError) as error:
+            # A file made to harm may still trip what looks at its code: the rest goes on.
+            reason = f"cannot be read as ELF: {error!r}"
+            return library.failed(mapped.path, host_path, mapped.kind, reason)
+        if found.state != "attached" or self._programs is None:
+            return found
+        links = Links(self._programs, self._closer)
         try:
             # By descriptor: the inode that was examined is the one that is probed.
-            links.add(f"/proc/self/fd/{fd}", library.sites)
+            links.add(f"/proc/self/fd/{fd}", found.sites)
         except AttachError as error:
-            return _failed(mapped, host_path, str(error))
+            return library.failed(mapped.path, host_path, mapped.kind, str(error))
         self._links[key] = links
-        return library
+        return found
 
     def _release(self, used: Iterable[Key]) -> None:
         for key in set(self._libraries) - set(used):
@@ -264,9 +172,16 @@ class Attacher:
         for pid, (start, mapped) in found.items():
             self._processes[pid] = ProcessInfo(pid, start, tuple(one.key for one in mapped))
 
-    def close(self) -> None:
+    def release_all(self) -> None:
+        """Begins to take away every probe; returns at once."""
         for key in list(self._libraries):
             self._detach(key)
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
+        """Takes away every probe and waits for it, within reason; -> whether all are gone. The
+        rest goes with the process."""
+        self.release_all()
+        return self._closer.wait(timeout)
 
     def __enter__(self) -> Attacher:
         return self
@@ -284,44 +199,3 @@ def _same_file(status: os.stat_result, key: Key) -> bool:
     """Overlay and btrfs show another device number in maps than in stat: there the inode number
     decides."""
     return status.st_ino == key[1]
-
-
-def _failed(mapped: Mapped, host_path: str, error: str) -> AttachedLibrary:
-    return AttachedLibrary(mapped.path, host_path, mapped.kind, "", None, None, (), "failed", error)
-
-
-def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
-    """What a library is and where it would be probed; places nothing. Raises ElfError."""
-    library = catalog.Library(kind)
-    file = ElfFile(fd, path)
-    exported, local = catalog.symbols(library)
-    if library is catalog.Library.NCCL:
-        exported |= {*elf.GETTERS, elf.VERSION_GETTER}
-    symbols = file.functions(exported, local)
-    rows = catalog.select(library, symbols, gloo_rank_offset=_gloo_rank_offset(file, symbols))
-    sites = tuple(_site(file, row, symbols[row.symbol]) for row in rows)
-    version = file.nccl_version(symbols) if library is catalog.Library.NCCL else None
-    offsets = elf.comm_offsets(file, symbols, version) if library is catalog.Library.NCCL else None
-    return AttachedLibrary(
-        path=path,
-        host_path=host_path,
-        kind=kind,
-        build_id=file.build_id(),
-        nccl_version=version,
-        comm_offsets=offsets,
-        sites=sites,
-        state="attached" if sites else "nothing_to_probe",
-        error="" if sites else f"none of the functions that Lanterne knows is in {path}",
-    )
-
-
-def _gloo_rank_offset(file: ElfFile, symbols: Mapping[str, Symbol]) -> int | None:
-    constructor = symbols.get(catalog.GLOO_CONSTRUCTOR)
-    if constructor is None or os.uname().machine != "x86_64":
-        return None
-    return code.gloo_rank_offset(file.code(constructor), constructor.address)
-
-
-def _site(file: ElfFile, row: catalog.Row, symbol: Symbol) -> Site:
-    place = code.choose_site(file.code(symbol, 4096), symbol.address)
-    return Site(row.id, row.symbol, symbol.offset + place.skip, place.cheap, place.instruction)

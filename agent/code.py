@@ -99,10 +99,40 @@ def _targets(code: bytes, address: int) -> set[int]:
     }
 
 
+# What arch/arm64/kernel/probes simulates in every release, as (mask, value): b and bl, cbz and
+# cbnz, tbz and tbnz, b.cond, br, blr and ret, adr and adrp, ldr and ldrsw of a literal. The rest is
+# stepped out of line, stp, paciasp and bti too; what newer releases add (nop) is not counted on.
+_SIMULATED_ON_ARM = (
+    (0x7C000000, 0x14000000),
+    (0x7E000000, 0x34000000),
+    (0x7E000000, 0x36000000),
+    (0xFF000010, 0x54000000),
+    (0xFF9FFC1F, 0xD61F0000),
+    (0x1F000000, 0x10000000),
+    (0xBF000000, 0x18000000),
+    (0xFF000000, 0x98000000),
+)
+
+
+def _entry_on_arm(code: bytes, address: int) -> Place:
+    """Always the entry: behind paciasp a return probe would meet a signed return address."""
+    import capstone
+
+    engine = capstone.Cs(capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM)
+    word = int.from_bytes(code, "little")
+    for instruction in engine.disasm(code, address):
+        simulated = any(word & mask == value for mask, value in _SIMULATED_ON_ARM)
+        return Place(0, simulated, _text(instruction))
+    return Place(0, None, "")
+
+
 def choose_site(code: bytes, address: int, *, machine: str | None = None) -> Place:
     """The cheapest place at or shortly after a function's entry where arguments and stack pointer
     still are as at the entry. ``code``: the function's first bytes."""
-    if (machine or platform.machine()) != "x86_64":
+    machine = machine or platform.machine()
+    if machine == "aarch64":
+        return _entry_on_arm(code[:4], address)
+    if machine != "x86_64":
         return Place(0, None, "")
     first: Any = None
     skipped: list[Any] = []

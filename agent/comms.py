@@ -12,43 +12,26 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from lanterne.agent import commhash, identity
-from lanterne.agent.events import I64, NO_SLOT, U16, U64, Bool, CommTable, Records, rows_of
-from lanterne.agent.identity import GLOO, NCCL, Communicator, LibraryFacts, ProcessFacts
+from lanterne.agent.creations import Creations, Pending
+from lanterne.agent.events import I64, NO_SLOT, U16, CommTable, Records
+from lanterne.agent.identity import (
+    GLOO,
+    MAX_ATTEMPTS,
+    NCCL,
+    Communicator,
+    LibraryFacts,
+    ProcessFacts,
+    pause_ns,
+)
+from lanterne.agent.lookup import Lookup
 from lanterne.agent.process import Processes
 from lanterne.probes.layout import CommFlag, CommKind
 
 QUARANTINE_ROUNDS = 8  # windows; more than windows' patience
-MAX_ATTEMPTS = 14
-FIRST_RETRY_NS = 20_000_000
-LAST_RETRY_NS = 2_000_000_000
-RECENT_NS = 2_000_000_000
-MAX_PENDING = 1024
-_TGID_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-
-@dataclass(frozen=True)
-class _Ended:
-    tgid: int
-    pointer: int
-    slot: int
-    time_ns: int
-
-
-@dataclass
-class _Pending:
-    """A creation whose pointer was not stored yet: a non-blocking or grouped init."""
-
-    event: np.void
-    call: tuple[int, int, int]  # tgid, address of the variable, time
-    parent: Communicator | None
-    number: int
-    attempts: int = 0
-    next_try_ns: int = 0
 
 
 class Registry:
@@ -79,24 +62,16 @@ class Registry:
         self._facts: dict[int, ProcessFacts] = {}
         self._free = list(range(self.rows))  # a heap: low numbers first keeps arrays short
         self._unresolved: dict[int, Communicator] = {}
-        self._pending: deque[_Pending] = deque()
-        self._calls: dict[tuple[int, int, int], tuple[Communicator | None, int]] = {}
-        self._recent: deque[_Ended] = deque(maxlen=1024)
+        self._creations = Creations(processes)
+        self._lookup = Lookup(self.rows)
         self._quarantine: deque[Communicator] = deque()
         self._round = 0
-        self._pointer = np.zeros(self.rows, np.uint64)
-        self._tgid = np.zeros(self.rows, np.uint32)
-        self._last_used = np.zeros(self.rows, np.uint64)
         self._n_ranks = np.zeros(self.rows, np.uint32)
         self._rank = np.zeros(self.rows, np.uint32)
         self._resolved = np.zeros(self.rows, np.bool_)
         self._complete = np.zeros(self.rows, np.bool_)
-        self._keys: U64 = np.empty(0, np.uint64)
-        self._key_slots: U16 = np.empty(0, np.uint16)
-        self._stale = True
         self.evicted = 0
         self.failed_inits = 0
-        self.pending_dropped = 0
         self.without_slot = 0  # operations with no row to go to
 
     # -- life -------------------------------------------------------------------------------
@@ -131,25 +106,17 @@ class Registry:
         self._try(comm, time_ns)
 
     def _create(self, event: np.void, kind: int, tgid: int, pointer: int, time_ns: int) -> None:
-        # Inside a group a creation is told twice: at the call, and when its pointer is stored.
         call = (tgid, int(event["slot"]), time_ns)
-        known = self._calls.get(call)
-        parent, number = known or self._parent_of(event, kind, tgid, time_ns)
-        if known is not None:
-            self._pending = deque(p for p in self._pending if p.call != call)
-        elif int(event["slot"]):
-            self._calls[call] = parent, number
-            if len(self._calls) > MAX_PENDING:
-                del self._calls[next(iter(self._calls))]
+        known = self._creations.origin(call)
+        origin = known or self._parent_of(event, kind, tgid, time_ns)
+        if known is None:
+            self._creations.remember(call, origin)
         if kind == CommKind.SPLIT and int(event["color"]) < 0:
             return
         if pointer:
-            self._born(event, pointer, parent, number, time_ns)
+            self._born(event, pointer, *origin, time_ns)
         elif int(event["flags"]) & CommFlag.PENDING and int(event["slot"]):
-            if len(self._pending) >= MAX_PENDING:
-                self._pending.popleft()
-                self.pending_dropped += 1
-            self._pending.append(_Pending(event.copy(), call, parent, number))
+            self._creations.add(event, call, origin)
 
     def _parent_of(
         self, event: np.void, kind: int, tgid: int, time_ns: int
@@ -206,26 +173,22 @@ class Registry:
         comm.library = self._only_library(tgid)
         self._comms[slot] = self._by_key[tgid, pointer] = comm
         self._unresolved[slot] = comm
-        self._pointer[slot], self._tgid[slot] = pointer, tgid
-        self._last_used[slot] = time_ns
+        self._lookup.put(slot, tgid, pointer, time_ns)
         self._resolved[slot] = self._complete[slot] = False
-        self._stale = True
         return comm
 
     def _end(self, tgid: int, pointer: int, time_ns: int) -> None:
         comm = self._by_key.pop((tgid, pointer), None)
         if comm is None:
             return
-        self._recent.append(_Ended(tgid, pointer, comm.slot, time_ns))
+        self._lookup.end(comm.slot, tgid, pointer, time_ns)
         comm.ended_round = self._round
         comm.parent = None
         self._unresolved.pop(comm.slot, None)
         self._quarantine.append(comm)
-        self._stale = True
 
     def _evict(self, time_ns: int) -> None:
-        slots = np.fromiter((c.slot for c in self._by_key.values()), np.int64, len(self._by_key))
-        idle = self._comms[int(slots[np.argmin(self._last_used[slots])])]
+        idle = self._comms[self._lookup.idle_longest()]
         self._end(idle.tgid, idle.pointer, time_ns)
         self.evicted += 1
 
@@ -238,7 +201,7 @@ class Registry:
             self._end(tgid, pointer, now_ns)
         for pid in gone:
             self._facts.pop(pid, None)
-        self._pending = deque(p for p in self._pending if p.call[0] not in gone)
+        self._creations.forget(gone)
 
     def verify_processes(self, now_ns: int) -> None:
         """Drop what belongs to a pid that is gone or somebody else's by now."""
@@ -258,6 +221,7 @@ class Registry:
         ):
             slot = self._quarantine.popleft().slot
             del self._comms[slot]
+            self._lookup.release(slot)
             self._resolved[slot] = False
             heapq.heappush(self._free, slot)
             released.append(slot)
@@ -267,65 +231,14 @@ class Registry:
 
     def assign(self, records: Records) -> U16:
         """Slot of each record; unknown communicators get one. NO_SLOT where there is no room."""
-        n = len(records)
-        if not n:
+        if not len(records):
             return np.empty(0, np.uint16)
-        pointer, tgid = np.ascontiguousarray(records["comm"]), np.ascontiguousarray(records["tgid"])
-        key = pointer + tgid * _TGID_FACTOR
-        slots, missing = self._lookup(key, pointer, tgid)
-        self._correct_ended(records, key, slots, missing)
+        slots, missing = self._lookup.find(records)
         if missing.any():
             self._meet(records, slots, np.flatnonzero(missing))
-        used = np.flatnonzero(np.bincount(slots, minlength=NO_SLOT + 1)[: self.rows])
-        self._last_used[used] = records["enter_ns"].max()
-        lost = int(np.count_nonzero(slots == NO_SLOT))
-        self.without_slot += lost
+        self._lookup.used(slots, int(records["enter_ns"].max()))
+        self.without_slot += int(np.count_nonzero(slots == NO_SLOT))
         return slots
-
-    def _lookup(
-        self, key: U64, pointer: U64, tgid: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    ) -> tuple[U16, Bool]:
-        if self._stale:
-            self._index()
-        if not len(self._keys):
-            return np.full(len(key), NO_SLOT, np.uint16), np.ones(len(key), np.bool_)
-        at = np.searchsorted(self._keys, key)
-        at[at == len(self._keys)] = 0
-        slots = self._key_slots[at]
-        # The key mixes two numbers into one: compare both, a false match is a wrong owner.
-        missing = (self._pointer[slots] != pointer) | (self._tgid[slots] != tgid)
-        slots[missing] = NO_SLOT
-        return slots, missing
-
-    def _index(self) -> None:
-        slots = np.fromiter((c.slot for c in self._by_key.values()), np.uint16, len(self._by_key))
-        keys = self._pointer[slots] + self._tgid[slots] * _TGID_FACTOR
-        order = np.argsort(keys)
-        self._keys, self._key_slots = keys[order], slots[order]
-        self._stale = False
-
-    def _correct_ended(self, records: Records, key: U64, slots: U16, missing: Bool) -> None:
-        """Records from before a communicator's end belong to it, whoever has the pointer now."""
-        if not self._recent:
-            return
-        entered = records["enter_ns"]
-        oldest, newest = int(entered.min()), int(entered.max())
-        while self._recent and self._recent[0].time_ns + RECENT_NS < newest:
-            self._recent.popleft()
-        # Newest end first, so that the earliest end after a record has the last word.
-        ended = [e for e in reversed(self._recent) if e.time_ns > oldest and e.slot in self._comms]
-        if not ended:
-            return
-        keys = [_key(e.pointer, e.tgid) for e in ended]
-        rows = np.flatnonzero(np.isin(key, np.array(keys, np.uint64)))
-        if not len(rows):
-            return
-        some = rows_of(records, rows)
-        for one in ended:
-            mine = (some["comm"] == one.pointer) & (some["tgid"] == one.tgid)
-            mine &= some["enter_ns"] < one.time_ns
-            slots[rows[mine]] = one.slot
-            missing[rows[mine]] = False
 
     def _meet(self, records: Records, slots: U16, rows: I64) -> None:
         """Communicators seen for the first time through an operation."""
@@ -345,35 +258,22 @@ class Registry:
 
     def resolve(self, now_ns: int, *, at_most: int = 64) -> None:
         """Try again what is due; call often, it is cheap when nothing is."""
-        for _ in range(len(self._pending)):
-            self._retry_pending(self._pending.popleft(), now_ns)
+        for pointer, pending in self._creations.stored(now_ns):
+            self._stored(pointer, pending)
         due = [comm for comm in self._unresolved.values() if comm.next_try_ns <= now_ns]
         for comm in due[:at_most]:
             self._try(comm, now_ns)
 
-    def _retry_pending(self, pending: _Pending, now_ns: int) -> None:
-        if pending.next_try_ns > now_ns:
-            self._pending.append(pending)
-            return
+    def _stored(self, pointer: int, pending: Pending) -> None:
         event = pending.event
-        data = self._processes.memory(int(event["tgid"]), int(event["slot"]), 8)
-        pointer = int.from_bytes(data, "little") if data else 0
-        if pointer and pointer != (1 << 64) - 1:
-            # Its first operations may have come already, under a slot of the same pointer.
-            early = self._by_key.get((int(event["tgid"]), pointer))
-            if early is not None and not early.resolved:
-                self._adopt(early, event, pending)
-            else:
-                self._born(event, pointer, pending.parent, pending.number, int(event["time_ns"]))
-            return
-        pending.attempts += 1
-        pending.next_try_ns = now_ns + _pause(pending.attempts)
-        if pending.attempts < MAX_ATTEMPTS:
-            self._pending.append(pending)
+        # Its first operations may have come already, under a slot of the same pointer.
+        early = self._by_key.get((int(event["tgid"]), pointer))
+        if early is not None and not early.resolved:
+            self._adopt(early, event, pending)
         else:
-            self.pending_dropped += 1
+            self._born(event, pointer, pending.parent, pending.number, int(event["time_ns"]))
 
-    def _adopt(self, comm: Communicator, event: np.void, pending: _Pending) -> None:
+    def _adopt(self, comm: Communicator, event: np.void, pending: Pending) -> None:
         comm.complete, comm.born_ns = True, int(event["time_ns"])
         identity.from_event(comm, event, self._version(comm.tgid))
         if int(event["kind"]) in (CommKind.SPLIT, CommKind.SHRINK):
@@ -395,7 +295,7 @@ class Registry:
         comm.attempts += 1
         if comm.attempts >= MAX_ATTEMPTS and comm.resolved:
             self._unresolved.pop(comm.slot, None)
-        comm.next_try_ns = now_ns + _pause(comm.attempts)
+        comm.next_try_ns = now_ns + pause_ns(comm.attempts)
         comm.role = identity.role_of(comm.name, self._roles)
         slot = comm.slot
         self._complete[slot] = comm.complete
@@ -431,9 +331,14 @@ class Registry:
         return CommTable(self._n_ranks, self._rank, self._resolved, self._complete)
 
     @property
+    def pending_dropped(self) -> int:
+        """Creations whose pointer never came."""
+        return self._creations.dropped
+
+    @property
     def unresolved(self) -> int:
         """Communicators that are alive and not identified."""
-        return sum(not comm.resolved for comm in self._unresolved.values()) + len(self._pending)
+        return sum(not comm.resolved for comm in self._unresolved.values()) + len(self._creations)
 
     def unresolved_reasons(self) -> dict[str, int]:
         reasons: dict[str, int] = {}
@@ -452,12 +357,3 @@ class Registry:
 
     def pids(self) -> set[int]:
         return {tgid for tgid, _ in self._by_key}
-
-
-def _pause(attempts: int) -> int:
-    return min(FIRST_RETRY_NS << min(attempts, 10), LAST_RETRY_NS)
-
-
-def _key(pointer: int, tgid: int) -> int:
-    """What `assign` computes for whole columns."""
-    return (pointer + tgid * int(_TGID_FACTOR)) & commhash.MASK

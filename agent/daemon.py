@@ -8,13 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from lanterne.agent import memory, privileges
 from lanterne.agent.comms import Registry
@@ -25,8 +22,11 @@ from lanterne.agent.events import Rules
 from lanterne.agent.export import AgentState, Exporter
 from lanterne.agent.pipeline import Pipeline
 from lanterne.agent.process import Processes, printable
+from lanterne.agent.sources import Sources
 from lanterne.agent.stream import Stream
-from lanterne.probes.layout import COMM_EVENT, RECORD
+
+if TYPE_CHECKING:
+    from lanterne.agent.uprobes import Uprobes
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ SHORTEST_LOOK = 0.002
 DRAIN_FILLED = 0.25  # of the ring: do not wait for the time of the next drain
 SCAN_SHARE = 0.01  # of one core, at most, for searching /proc
 LONGEST_SCAN_PAUSE = 5.0
-LOST_PREFIX = "lost_"
 TIDY_AFTER = 3.0  # seconds after start, or after a library was examined
 
 
@@ -45,42 +44,6 @@ def version() -> str:
         return metadata.version("lanterne")
     except metadata.PackageNotFoundError:
         return "0+unknown"
-
-
-class Uprobes:
-    """The kernel side: programs, attached libraries, the two rings."""
-
-    def __init__(self, config: AgentConfig, proc: Path):
-        # Here, not above: without probes the agent needs none of it.
-        from lanterne.agent import attach, kernel, ring
-
-        probes = config.probes
-        self.programs = kernel.load(
-            ring_bytes=probes.ring_bytes,
-            comm_ring_bytes=probes.comm_ring_bytes,
-            interpreter=probes.interpreter,
-            method=probes.method,
-        )
-        self.attacher = attach.Attacher(
-            self.programs, proc=proc, include=probes.include, exclude=probes.exclude
-        )
-        self.records = ring.Ring(self.programs.ring_fd, self.programs.ring_bytes, RECORD)
-        self.comm_events = ring.Ring(
-            self.programs.comm_ring_fd, self.programs.comm_ring_bytes, COMM_EVENT
-        )
-        self.capacity = self.programs.ring_bytes // (RECORD.itemsize + 8)
-
-    def libraries_of(self, pid: int) -> list[Any]:
-        """Of one process, what identification needs to know of its libraries."""
-        process = self.attacher.processes.get(pid)
-        if process is None:
-            return []
-        known = self.attacher.libraries
-        return [known[key] for key in process.libraries if key in known]
-
-    def close(self) -> None:
-        for part in (self.records, self.comm_events, self.attacher, self.programs):
-            part.close()
 
 
 class Agent:
@@ -115,14 +78,9 @@ class Agent:
             time.monotonic_ns(),
             grace_ns=int(config.window.group_grace_seconds * 1e9),
         )
-        self._nvml = self._optional("nvml", config.sources.nvml, _open_nvml)
-        self._host = self._optional("host", config.sources.host, lambda: _open_host(proc))
-        self._gpus: list[Any] = []
-        self._readings: dict[int, Any] = {}
-        self._cuda: dict[int, np.void] = {}
-        self._blind: dict[int, int] = {}
-        self._blind_total = 0
-        self._counters: dict[str, int] = {}
+        self._sources = Sources(
+            proc, self._success, nvml=config.sources.nvml, host=config.sources.host
+        )
         self._stream = Stream(
             config.collector.addresses,
             config.node.name,
@@ -138,8 +96,11 @@ class Agent:
     # -- start ------------------------------------------------------------------------------
 
     def _load(self) -> Uprobes | None:
+        # Here, not above: without probes the agent needs none of it.
+        from lanterne.agent.uprobes import Uprobes
+
         try:
-            uprobes = Uprobes(self._config, self._proc)
+            uprobes = Uprobes(self._config.probes, self._proc)
         except (AgentError, OSError) as error:
             self._success["uprobes"] = False
             log.error(
@@ -154,21 +115,12 @@ class Agent:
 
     def _drop_privileges(self) -> None:
         try:
-            kept = privileges.drop()
+            perf = self._uprobes is not None and self._uprobes.programs.method == "perf"
+            kept = privileges.drop(privileges.KEPT_FOR_PERF if perf else privileges.KEPT)
         except OSError as error:
             log.warning("privileges not dropped", extra={"reason": str(error)})
         else:
             log.debug("privileges dropped", extra={"capabilities": hex(kept)})
-
-    def _optional(self, name: str, wanted: bool, make: Callable[[], Any]) -> Any:
-        if not wanted:
-            return None
-        try:
-            return make()
-        except Exception as error:  # a source must not take the agent down, whatever it raises
-            self._success[name] = False
-            log.warning("source not available", extra={"source": name, "reason": str(error)})
-            return None
 
     # -- loop -------------------------------------------------------------------------------
 
@@ -221,20 +173,18 @@ class Agent:
                 memory.let_go()
                 self._tidy_at = float("inf")
             due = min(next_scan, next_window, next_drain) - time.monotonic()
-            self._stop.wait(max(0.0, min(look, due)))
+            # Twenty times a second: a wait on the event costs several times as much.
+            time.sleep(max(0.0, min(look, due)))
 
     def _filled(self) -> float:
-        """Share of the ring that waits to be read; costs next to nothing, unlike a drain.
+        """Share of the ring that waits to be read.
 
         News of communicators count as a full ring: what is read about a process is best read
         while it lives.
         """
         if self._uprobes is None:
             return 0.0
-        ring, news = self._uprobes.records, self._uprobes.comm_events
-        if news.submitted > news.read + news.discarded:
-            return 1.01 * DRAIN_FILLED
-        return (ring.submitted - ring.read - ring.discarded) / self._uprobes.capacity
+        return 1.01 * DRAIN_FILLED if self._uprobes.news else self._uprobes.filled
 
     def _scan(self) -> float:
         """-> seconds it took."""
@@ -297,69 +247,37 @@ class Agent:
 
     def _context(self) -> Context:
         self._read_kernel()
-        self._gpus = self._reading("nvml", self._nvml, lambda: self._nvml.read()) or []
-        if self._nvml is not None:
-            self._success["nvml"] = self._nvml.available
-        pids = self._registry.pids()
-        self._readings = self._reading("host", self._host, lambda: self._host.read(pids)) or {}
+        self._sources.read(self._registry.pids())
         self._registry.verify_processes(time.monotonic_ns())
         return Context(
             realtime_offset_ns=time.time_ns() - time.monotonic_ns(),
-            gpus=self._gpus,
-            processes=self._readings,
-            cuda=self._cuda,
+            gpus=self._sources.gpus,
+            processes=self._sources.host,
+            cuda=self._uprobes.cuda if self._uprobes else {},
             health=self._health(),
         )
-
-    def _reading(self, name: str, source: Any, read: Callable[[], Any]) -> Any:
-        if source is None:
-            return None
-        try:
-            value = read()
-        except Exception as error:  # as in _optional
-            if self._success.get(name, True):
-                log.warning("source failed", extra={"source": name, "reason": str(error)})
-            self._success[name] = False
-            return None
-        self._success[name] = True
-        return value
 
     def _read_kernel(self) -> None:
         if self._uprobes is None:
             return
         try:
-            self._counters = self._uprobes.programs.counters()
-            self._cuda = self._uprobes.programs.cuda()
+            self._uprobes.read_kernel()
         except (AgentError, OSError) as error:
             self._success["uprobes"] = False
             log.warning("kernel counters not readable", extra={"reason": str(error)})
-            return
-        for pid, row in self._cuda.items():
-            if int(row["captured_ops"]):
-                launches, before = int(row["graph_launches"]), self._blind.get(pid, 0)
-                self._blind_total += launches - before if launches >= before else launches
-                self._blind[pid] = launches
-        for pid in self._blind.keys() - self._cuda.keys():
-            del self._blind[pid]
-
-    def _lost(self) -> dict[str, int]:
-        return {
-            name.removeprefix(LOST_PREFIX): value
-            for name, value in self._counters.items()
-            if name.startswith(LOST_PREFIX)
-        }
 
     def _health(self) -> Health:
         uprobes = self._uprobes
         libraries = list(uprobes.attacher.libraries.values()) if uprobes else []
+        counters = uprobes.counters if uprobes else {}
         totals = self._stream.totals()
         return Health(
             events_read=uprobes.records.read if uprobes else 0,
-            events_submitted=self._counters.get("submitted", 0),
-            events_lost=self._lost(),
+            events_submitted=counters.get("submitted", 0),
+            events_lost=uprobes.lost() if uprobes else {},
             communicators_unresolved=self._registry.unresolved,
             operations_unresolved=self._pipeline.operations_unresolved,
-            blind_graph_launches=self._blind_total,
+            blind_graph_launches=uprobes.blind_launches if uprobes else 0,
             source_success=dict(self._success),
             batches_dropped=totals.dropped_queue + totals.refused,
             libraries_failed=[
@@ -372,19 +290,20 @@ class Agent:
     def _new_state(self) -> AgentState:
         uprobes, registry = self._uprobes, self._registry
         health, totals = self._health(), self._stream.totals()
+        counters = uprobes.counters if uprobes else {}
         libraries: dict[tuple[str, str], int] = {}
         for library in uprobes.attacher.libraries.values() if uprobes else ():
             pair = (library.kind, library.state)
             libraries[pair] = libraries.get(pair, 0) + 1
-        stats = uprobes.programs.run_stats() if uprobes else None
+        stats = uprobes.run_stats() if uprobes else None
         batches, size = self._stream.queued
         return replace(
             self._state,
             events_read=health.events_read,
             events_submitted=health.events_submitted,
             events_lost=health.events_lost,
-            nested_calls=self._counters.get("nested", 0),
-            orphan_returns=self._counters.get("orphan_return", 0),
+            nested_calls=counters.get("nested", 0),
+            orphan_returns=counters.get("orphan_return", 0),
             comms=len(registry.alive()),
             comms_unresolved=health.communicators_unresolved,
             comms_evicted=registry.evicted,
@@ -406,8 +325,8 @@ class Agent:
             queue_bytes=size,
             stride=self._stream.stride,
             last_window_seconds=time.time(),
-            gpus=self._gpus,
-            host=self._readings,
+            gpus=self._sources.gpus,
+            host=self._sources.host,
         )
 
     # -- end --------------------------------------------------------------------------------
@@ -419,6 +338,9 @@ class Agent:
             self._close_window(final=True)
         except Exception:
             log.exception("last window lost")
+        if self._uprobes is not None:
+            # The kernel takes its time: meanwhile the last batches go out.
+            self._uprobes.attacher.release_all()
         sent = self._stream.close(self._config.collector.shutdown_seconds)
         if not sent:
             log.warning(
@@ -426,23 +348,10 @@ class Agent:
             )
         if self._exporter is not None:
             self._exporter.close()
-        if self._nvml is not None:
-            self._nvml.close()
+        self._sources.close()
         if self._uprobes is not None:
             self._uprobes.close()
         log.info("agent stopped")
-
-
-def _open_nvml() -> Any:
-    from lanterne.agent.nvml import Nvml
-
-    return Nvml()
-
-
-def _open_host(proc: Path) -> Any:
-    from lanterne.agent.host import HostReader
-
-    return HostReader(proc)
 
 
 def _gloo_probes() -> tuple[int, ...]:

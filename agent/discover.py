@@ -1,8 +1,9 @@
 """Which processes map which candidate libraries, from /proc.
 
-A scan is cheap when nothing changes: a process that maps no candidate is looked at again only
-while it is young or maps Python or a GPU driver, since only such a one is likely to open a
-library later; all others are looked at again in turns, a bounded number per scan.
+A scan is cheap when nothing changes. Kernel threads have no memory and are looked at once. Maps are
+read again only when the size of the address space has changed, or now and then. A process that maps
+no candidate is looked at again only while it is young or maps Python or a GPU driver, since only
+such a one is likely to open a library later; all others take turns, a bounded number per scan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 
 MAX_MAPS_BYTES = 8 << 20
 MAX_MAPS_READ = 512  # maps files read in one scan
-_YOUNG_SCANS = 30  # a process is read at every scan for its first so many scans
+_YOUNG_SCANS = 30  # scans in which a process counts as young
+_AGAIN_SCANS = 30  # scans until maps are read again though the size is the same
+_IN_TURN = 16  # quiet processes, and kernel threads, that are looked at again in one scan
 
 _CANDIDATES = (
     ("nccl", re.compile(r"lib(nccl|rccl)[-.\w]*\.so[.\d]*$")),
@@ -24,7 +27,9 @@ _CANDIDATES = (
     ("cuda", re.compile(r"libcuda\.so[.\d]*$")),
 )
 _NOT_NCCL = re.compile(r"lib(nccl|rccl)[-_](net|profiler|tuner|env|ep|gin)")
-_LIKELY = re.compile(rb"python|libcuda|nvidia|libtorch|/dev/kfd|libhsa|libnccl")
+# Around the names that `kind_of` decides on: whole maps are searched before lines are cut.
+_CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so)")
+_LIKELY = (b"python", b"nvidia", b"libcuda", b"libtorch", b"/dev/kfd", b"libhsa")
 
 Key = tuple[int, int]
 
@@ -50,11 +55,14 @@ class ProcessInfo:
     libraries: tuple[Key, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seen:
     start_ticks: int
+    size: int  # of the address space, bytes
+    read_size: int = -1  # when the maps were read
     likely: bool = False
     scans: int = 0
+    since_read: int = 0
     mapped: tuple[Mapped, ...] = ()
 
 
@@ -85,10 +93,13 @@ def device_number(text: str) -> int:
 def parse_maps(text: bytes) -> tuple[Mapped, ...]:
     """Candidates in a /proc/PID/maps, one per inode, in order of address."""
     found: dict[Key, Mapped] = {}
-    for line in text.splitlines():
-        if b".so" not in line:
-            continue
-        parts = line.split(None, 5)
+    end = -1
+    for match in _CANDIDATE.finditer(text):
+        if match.start() < end:
+            continue  # a second match in the same line
+        end = text.find(b"\n", match.end())
+        end = len(text) if end < 0 else end
+        parts = text[text.rfind(b"\n", 0, match.start()) + 1 : end].split(None, 5)
         if len(parts) < 6 or parts[4] == b"0":
             continue
         # The kernel writes a newline in a name as \012, so a line is a line.
@@ -107,9 +118,11 @@ def parse_maps(text: bytes) -> tuple[Mapped, ...]:
     return tuple(found.values())
 
 
-def parse_start_ticks(stat: bytes) -> int:
-    """Field 22 of /proc/PID/stat; the name in field 2 may hold spaces and brackets."""
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+def parse_stat(stat: bytes) -> tuple[int, int]:
+    """Fields 22 and 23 of /proc/PID/stat: start in ticks, bytes of address space (0: a kernel
+    thread). The name in field 2 may hold spaces and brackets."""
+    fields = stat[stat.rindex(b")") + 2 :].split(None, 21)
+    return int(fields[19]), int(fields[20])
 
 
 def wanted(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -123,29 +136,24 @@ class Discovery:
     """Repeated scans of one /proc."""
 
     def __init__(self, proc: Path, include: Sequence[str], exclude: Sequence[str]) -> None:
-        self._proc = proc
+        self._proc = str(proc)
         self._include = tuple(include)
         self._exclude = tuple(exclude)
         self._seen: dict[int, _Seen] = {}
+        self._without_memory: set[int] = set()  # kernel threads and zombies
         self._turn: list[int] = []
+        self._memory_turn: list[int] = []
 
     def scan(self) -> Found:
         """Processes that vanish meanwhile are left out."""
         pids = self._pids()
         gone = [pid for pid in self._seen if pid not in pids]
-        for pid in sorted(pids):
-            start = self._start_ticks(pid)
-            seen = self._seen.get(pid)
-            if start is None:
-                if seen is not None:
-                    gone.append(pid)
-            elif seen is None or seen.start_ticks != start:
-                if seen is not None:
-                    gone.append(pid)
-                    del self._seen[pid]
-                self._seen[pid] = _Seen(start)
         for pid in gone:
-            self._seen.pop(pid, None)
+            del self._seen[pid]
+        self._without_memory &= pids
+        # A number may come back as somebody else's, so they are looked at again in turns.
+        looked_at = sorted(pids - self._without_memory) + self._some_without_memory()
+        gone += [pid for pid in looked_at if self._look(pid)]
         unread = self._read_maps()
         found = {
             pid: (seen.start_ticks, seen.mapped) for pid, seen in self._seen.items() if seen.mapped
@@ -154,58 +162,90 @@ class Discovery:
 
     def _pids(self) -> set[int]:
         try:
-            names = [entry.name for entry in self._proc.iterdir()]
+            # Not Path.iterdir: an object per entry would be a third of a scan.
+            return {int(name) for name in os.listdir(self._proc) if name.isdigit()}  # noqa: PTH208
         except OSError:
             return set()
-        return {int(name) for name in names if name.isdigit()}
 
-    def _start_ticks(self, pid: int) -> int | None:
+    def _some_without_memory(self) -> list[int]:
+        self._memory_turn = self._memory_turn or list(self._without_memory)
+        some = [pid for pid in self._memory_turn[:_IN_TURN] if pid in self._without_memory]
+        del self._memory_turn[:_IN_TURN]
+        return some
+
+    def _look(self, pid: int) -> bool:
+        """Takes note of one process; -> whether a known one with this number has gone."""
+        known = self._seen.get(pid)
         try:
-            return parse_start_ticks(_read_bounded(self._proc / str(pid) / "stat", 4096))
+            start, size = parse_stat(_read(f"{self._proc}/{pid}/stat"))
         except (OSError, ValueError, IndexError):
-            return None
+            return self._seen.pop(pid, None) is not None
+        if known is not None and known.start_ticks == start:
+            known.size = size
+            return False
+        if size:
+            self._seen[pid] = _Seen(start, size)
+            self._without_memory.discard(pid)
+        else:
+            self._seen.pop(pid, None)
+            self._without_memory.add(pid)
+        return known is not None
 
     def _read_maps(self) -> int:
         """Reads maps, the likely ones first, at most MAX_MAPS_READ; returns how many were due
         and not read."""
-        first = [
-            pid
-            for pid, seen in self._seen.items()
-            if seen.mapped or seen.likely or seen.scans < _YOUNG_SCANS
-        ]
-        # Least read first: where more are young than one scan reads (a host's kernel threads and
-        # services at the agent's start), the next scan goes on where this one ends.
+        first: list[int] = []
+        rest: set[int] = set()
+        for pid, seen in self._seen.items():
+            seen.since_read += 1
+            if seen.size == seen.read_size and seen.since_read <= _AGAIN_SCANS:
+                seen.scans += 1
+            elif seen.mapped or seen.likely or seen.scans < _YOUNG_SCANS:
+                first.append(pid)
+            else:
+                rest.add(pid)
+        # Least read first: where more are young than one scan reads (a host's services at the
+        # agent's start), the next scan goes on where this one ends.
         first.sort(key=lambda pid: self._seen[pid].scans)
-        rest = set(self._seen) - set(first)
-        # The quiet ones take turns: a few at every scan.
         self._turn = [pid for pid in self._turn if pid in rest] or sorted(rest)
-        due = [*first, *self._turn[:16]]
-        del self._turn[:16]
+        due = [*first, *self._turn[:_IN_TURN]]
+        del self._turn[:_IN_TURN]
         for pid in due[:MAX_MAPS_READ]:
-            seen = self._seen[pid]
-            seen.scans += 1
-            try:
-                text = _read_bounded(self._proc / str(pid) / "maps", MAX_MAPS_BYTES)
-            except OSError:
-                continue
-            seen.likely = bool(_LIKELY.search(text))
-            seen.mapped = tuple(
-                mapped
-                for mapped in parse_maps(text)
-                if wanted(mapped.path, self._include, self._exclude)
-            )
+            self._read_one(pid, self._seen[pid])
         return max(0, len(due) - MAX_MAPS_READ)
 
+    def _read_one(self, pid: int, seen: _Seen) -> None:
+        seen.scans += 1
+        try:
+            text = _read_bounded(f"{self._proc}/{pid}/maps", MAX_MAPS_BYTES)
+        except OSError:
+            return
+        seen.read_size, seen.since_read = seen.size, 0
+        seen.mapped = tuple(
+            mapped
+            for mapped in parse_maps(text)
+            if wanted(mapped.path, self._include, self._exclude)
+        )
+        seen.likely = any(word in text for word in _LIKELY)
 
-def _read_bounded(path: Path, limit: int) -> bytes:
-    parts = []
-    with path.open("rb", buffering=0) as stream:
-        while limit > 0:
-            part = stream.read(min(limit, 1 << 20))
-            if not part:
-                break
-            parts.append(part)
-            limit -= len(part)
+
+def _read(path: str) -> bytes:
+    """A file that the kernel gives in one read."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def _read_bounded(path: str, limit: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = [os.read(fd, min(limit, 1 << 20))]
+        while parts[-1] and sum(map(len, parts)) < limit:
+            parts.append(os.read(fd, min(limit - sum(map(len, parts)), 1 << 20)))
+    finally:
+        os.close(fd)
     return b"".join(parts)
 
 

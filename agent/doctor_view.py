@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lanterne.agent.attach import AttachedLibrary, ProcessInfo
+from lanterne.agent.discover import ProcessInfo
+from lanterne.agent.library import AttachedLibrary
 from lanterne.agent.process import printable
 
 Status = Literal["ok", "info", "warn", "fail"]

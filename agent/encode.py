@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from lanterne.agent.events import I64, U64, Operations
-from lanterne.agent.groups import PeerBytes
 from lanterne.agent.identity import Communicator
-from lanterne.agent.windows import Summaries, WindowColumns
+from lanterne.agent.summaries import Summaries
+from lanterne.agent.vectors import PeerBytes
+from lanterne.agent.windows import WindowColumns
 from lanterne.proto import telemetry_pb2 as pb
 
 SCHEMA = 1
@@ -186,7 +187,7 @@ def _instances(
     # A clock that ran ahead of the window's end would get the whole batch refused.
     out.arrival_ns = _capped(all_ops.arrival_ns[rows], window.end_ns)
     out.duration_ns = _capped(all_ops.duration_ns[rows], TIME_CAP)
-    out.bytes = _capped(all_ops.bytes[rows], BYTES_CAP)
+    out.payload_bytes = _capped(all_ops.bytes[rows], BYTES_CAP)
     out.sync_blocked_ns = _capped(all_ops.sync_blocked_ns[rows], TIME_CAP)
 
 
@@ -201,7 +202,7 @@ def _summaries(
     out.evidence = table.evidence[rows].tobytes()
     out.count = _capped(table.count[rows], BYTES_CAP)
     out.errors = _capped(table.errors[rows], BYTES_CAP)
-    out.bytes = _capped(table.bytes[rows], BYTES_CAP)
+    out.payload_bytes = _capped(table.bytes[rows], BYTES_CAP)
     out.duration_sum_ns = _capped(table.duration_sum_ns[rows], BYTES_CAP)
     out.duration_min_ns = _capped(table.duration_min_ns[rows], TIME_CAP)
     out.duration_max_ns = _capped(table.duration_max_ns[rows], TIME_CAP)

@@ -21,6 +21,9 @@ from lanterne.probes.layout import CommFlag, CommKind
 
 NCCL, GLOO = 1, 2  # telemetry.proto Library
 INIT_ARGUMENTS, DERIVED, STRUCTURE, STORE, ENVIRONMENT, PROCESS = 1, 2, 3, 4, 5, 6  # Identity
+MAX_ATTEMPTS = 14
+FIRST_RETRY_NS = 20_000_000
+LAST_RETRY_NS = 2_000_000_000
 
 
 class LibraryFacts(Protocol):
@@ -208,3 +211,8 @@ def workload_of(environ: Mapping[str, str], variables: Sequence[str]) -> str:
 
 def role_of(name: str, roles: Mapping[str, str]) -> str:
     return next((role for glob, role in roles.items() if fnmatch.fnmatchcase(name, glob)), "")
+
+
+def pause_ns(attempts: int) -> int:
+    """Until the next attempt to learn what is not known yet."""
+    return min(FIRST_RETRY_NS << min(attempts, 10), LAST_RETRY_NS)

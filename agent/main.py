@@ -28,8 +28,9 @@ change to the job, and reports to lanterne-collector, which names the rank that 
   sudo lanterne-agent          then: watch, and report to the collector on this host
   sudo lanterne-agent --collector head-node:4319
 
-It needs root or CAP_BPF, CAP_PERFMON, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, and Linux 5.15 or
-newer. It gives up every other privilege once the probes are loaded."""
+It needs root or CAP_BPF, CAP_PERFMON, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH (and CAP_SYS_ADMIN
+before Linux 6.6), and Linux 5.15 or newer. It gives up every other privilege once the probes are
+loaded."""
 
 EPILOG = """\
 Every setting is a key of the configuration file, an environment variable

@@ -13,15 +13,17 @@ _M_ARENA_MAX = -8
 
 
 def frugal() -> bool:
-    """Large arrays get pages of their own, which go back at once; threads share two arenas.
+    """Very large arrays get pages of their own, which go back at once, and of the heap 2 MiB at
+    most are kept free; threads share two arenas.
 
-    glibc raises its threshold for such pages up to 32 MiB by itself, and after a burst the heap
-    then stays at its peak. -> whether there was something to set (not with musl).
+    glibc raises both thresholds by itself, and after a burst the heap then stays at its peak. With
+    lower ones the arrays of every drain and window are new pages: at 20,000 events/s that costs a
+    third more CPU, for 4 MB less. -> whether there was something to set (not with musl).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((_M_MMAP_THRESHOLD, 1 << 18), (_M_TRIM_THRESHOLD, 1 << 20), (_M_ARENA_MAX, 2))
+    settings = ((_M_MMAP_THRESHOLD, 4 << 20), (_M_TRIM_THRESHOLD, 2 << 20), (_M_ARENA_MAX, 2))
     return all(mallopt(option, value) == 1 for option, value in settings)
 
 

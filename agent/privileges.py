@@ -3,7 +3,8 @@
 Linux capabilities belong to a thread: call `drop` from the main thread before others are started,
 they inherit from their creator. What stays: CAP_BPF and CAP_PERFMON to attach to libraries that
 show up later, CAP_SYS_PTRACE to read maps and memory of other users' processes,
-CAP_DAC_READ_SEARCH to open their files.
+CAP_DAC_READ_SEARCH to open their files. Where only perf events can carry uprobes, CAP_SYS_ADMIN
+too: kernels since 6.16, and older ones with that fix, ask for it at every such event.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import struct
 
 CAP_DAC_READ_SEARCH = 2
 CAP_SYS_PTRACE = 19
+CAP_SYS_ADMIN = 21
 CAP_PERFMON = 38
 CAP_BPF = 39
 KEPT = (CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_PERFMON, CAP_BPF)
+KEPT_FOR_PERF = (*KEPT, CAP_SYS_ADMIN)
 LAST_CAPABILITY = 63
 
 _CAPABILITY_VERSION_3 = 0x20080522

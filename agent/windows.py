@@ -14,14 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lanterne.agent.events import (
-    BLOCKING,
     CAPTURED,
-    DEVICE,
-    I64,
     U8,
     U16,
-    U32,
-    U64,
     Bool,
     CommTable,
     Operations,
@@ -29,27 +24,16 @@ from lanterne.agent.events import (
     empty_operations,
     scaled_bytes,
 )
-from lanterne.agent.groups import PeerBytes, empty_peers, merge_peers
 from lanterne.agent.roles import Roles, classify
-from lanterne.probes.layout import Func
-
-HISTOGRAM_BINS = 48
-OP_CODES = 256
-
-
-@dataclass(frozen=True)
-class Summaries:
-    slot: U16
-    op: U8
-    role: U8
-    evidence: U8
-    count: U64
-    errors: U64
-    bytes: U64
-    duration_sum_ns: U64
-    duration_min_ns: U64
-    duration_max_ns: U64
-    histogram: U32  # [rows, 48]
+from lanterne.agent.summaries import Summaries, summarize
+from lanterne.agent.vectors import (
+    PeerBytes,
+    empty_peers,
+    equal_splits,
+    join_peers,
+    merge_peers,
+    take_peers,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,7 @@ class Windows:
     ) -> WindowColumns:
         """Everything added since the last close; `final` also gives out what would be held."""
         fresh = concatenate([*(part for part, _ in reversed(self._waiting)), *self._parts])
-        peers = _join([*(part for _, part in self._waiting), *self._peers])
+        peers = join_peers([*(part for _, part in self._waiting), *self._peers])
         ages = self._waiting
         self._parts, self._peers = [], []
         fresh, peers = self._set_aside(fresh, peers, table, ages, final=final)
@@ -117,8 +101,8 @@ class Windows:
         self._captured[fresh.slot[(fresh.flags & CAPTURED) != 0]] = True
         fresh = replace(fresh, op=op)
         # A peer that the communicator does not have is a call that NCCL refuses.
-        peers = _take_peers(peers, peers.peer < table.n_ranks[peers.slot])
-        traffic = merge_peers(_join([peers, _equal_splits(fresh, table)]))
+        peers = take_peers(peers, peers.peer < table.n_ranks[peers.slot])
+        traffic = merge_peers(join_peers([peers, equal_splits(fresh, table)]))
         operations = concatenate([self._held, fresh])
         before = np.zeros(len(operations), np.bool_)
         before[:held_count] = True
@@ -136,7 +120,7 @@ class Windows:
             end_ns=end_ns,
             stride=stride,
             instances=_instances(operations, role, stride),
-            summaries=_summaries(operations, role),
+            summaries=summarize(operations, role),
             traffic=traffic,
         )
         self._start_ns = end_ns
@@ -164,7 +148,7 @@ class Windows:
             waiting.append((part.take(still), empty_peers()))
         old = sum(len(part) for part, _ in ages)
         new = operations.take(np.flatnonzero(~known[old:]) + old)
-        unknown_peers = _take_peers(peers, ~known_peers)
+        unknown_peers = take_peers(peers, ~known_peers)
         waiting.insert(0, (new, unknown_peers))
         kept: list[tuple[Operations, PeerBytes]] = []
         rows = 0
@@ -176,43 +160,9 @@ class Windows:
             kept.append((part, part_peers))
         if kept:
             slots = np.unique(np.concatenate([part.slot for part, _ in kept]))
-            kept[0] = (kept[0][0], _take_peers(kept[0][1], np.isin(kept[0][1].slot, slots)))
+            kept[0] = (kept[0][0], take_peers(kept[0][1], np.isin(kept[0][1].slot, slots)))
         self._waiting = kept
-        return operations.take(known), _take_peers(peers, known_peers)
-
-
-def _take_peers(peers: PeerBytes, mask: Bool) -> PeerBytes:
-    return PeerBytes(peers.slot[mask], peers.peer[mask], peers.sent[mask], peers.received[mask])
-
-
-def _join(parts: list[PeerBytes]) -> PeerBytes:
-    parts = [part for part in parts if len(part)]
-    if not parts:
-        return empty_peers()
-    if len(parts) == 1:
-        return parts[0]
-    return PeerBytes(
-        np.concatenate([part.slot for part in parts]),
-        np.concatenate([part.peer for part in parts]),
-        np.concatenate([part.sent for part in parts]),
-        np.concatenate([part.received for part in parts]),
-    )
-
-
-def _equal_splits(operations: Operations, table: CommTable) -> PeerBytes:
-    """Traffic of equal-split all-to-alls: the same bytes to and from every rank, self included."""
-    rows = operations.op == Func.ALL_TO_ALL
-    if not rows.any():
-        return empty_peers()
-    slots, amount = operations.slot[rows], operations.bytes[rows]
-    totals = np.zeros(int(slots.max()) + 1, np.uint64)
-    np.add.at(totals, slots, amount)
-    used = np.flatnonzero(totals).astype(np.uint16)
-    n = table.n_ranks[used].astype(np.int64)
-    share = totals[used] // np.maximum(n, 1).astype(np.uint64)
-    each = np.repeat(share, n)
-    peer = np.arange(len(each)) - np.repeat(np.cumsum(n) - n, n)
-    return PeerBytes(np.repeat(used, n), peer.astype(np.uint32), each, each)
+        return operations.take(known), take_peers(peers, known_peers)
 
 
 def _instances(operations: Operations, role: U8, stride: int) -> Instances:
@@ -223,73 +173,3 @@ def _instances(operations: Operations, role: U8, stride: int) -> Instances:
     if keep.all():
         return Instances(operations, role)
     return Instances(operations.take(keep), role[keep])
-
-
-def _summaries(operations: Operations, role: U8) -> Summaries:
-    key = (
-        (operations.slot.astype(np.int64) * OP_CODES + operations.op) * 12
-        + role.astype(np.int64) * 4
-        + operations.evidence
-    )
-    keys, row = _number(key)
-    n = len(keys)
-    timed = (operations.evidence == BLOCKING) | (operations.evidence == DEVICE)
-    timed &= ~operations.error
-    total = np.zeros(n, np.uint64)
-    low = np.zeros(n, np.uint64)
-    high = np.zeros(n, np.uint64)
-    histogram = np.zeros((n, HISTOGRAM_BINS), np.uint32)
-    if timed.any():
-        at, duration = row[timed], operations.duration_ns[timed]
-        low[:] = np.iinfo(np.uint64).max
-        np.add.at(total, at, duration)
-        np.minimum.at(low, at, duration)
-        np.maximum.at(high, at, duration)
-        counted = np.bincount(at, minlength=n) > 0
-        low[~counted] = 0
-        bins = np.bincount(at * HISTOGRAM_BINS + histogram_bin(duration), minlength=n * 48)
-        histogram = bins.reshape(n, HISTOGRAM_BINS).astype(np.uint32)
-    amount = np.zeros(n, np.uint64)
-    np.add.at(amount, row, operations.bytes)
-    code, rest = np.divmod(keys, 12)
-    return Summaries(
-        slot=(code // OP_CODES).astype(np.uint16),
-        op=(code % OP_CODES).astype(np.uint8),
-        role=(rest // 4).astype(np.uint8),
-        evidence=(rest % 4).astype(np.uint8),
-        count=np.bincount(row, minlength=n).astype(np.uint64),
-        errors=np.bincount(row[operations.error], minlength=n).astype(np.uint64),
-        bytes=amount,
-        duration_sum_ns=total,
-        duration_min_ns=low,
-        duration_max_ns=high,
-        histogram=histogram,
-    )
-
-
-def _number(key: I64) -> tuple[I64, I64]:
-    """Distinct keys in order, and for each row the position of its key."""
-    if not len(key):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    low = int(key.min())
-    span = int(key.max()) - low + 1
-    if span > 4 * len(key) + (1 << 20):
-        keys, row = np.unique(key, return_inverse=True)
-        return keys, row
-    present = np.zeros(span, np.bool_)
-    present[key - low] = True
-    keys = np.flatnonzero(present)
-    number = np.zeros(span, np.int64)
-    number[keys] = np.arange(len(keys))
-    return keys + low, number[key - low]
-
-
-def histogram_bin(duration_ns: U64) -> I64:
-    """b of [2^b, 2^(b+1)) ns, 0 for less than 2, the last for everything longer.
-
-    The binary exponent of the float64 is the answer; rounding to 53 bits could only lift values
-    above 2^53, far beyond the last bin.
-    """
-    exponent = (duration_ns.astype(np.float64).view(np.int64) >> 52) - 1023
-    clipped: I64 = np.clip(exponent, 0, HISTOGRAM_BINS - 1)
-    return clipped

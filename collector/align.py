@@ -27,7 +27,7 @@ Bool = npt.NDArray[np.bool_]
 PRESENT = 1
 META_EVIDENCE, META_ROLE, META_FLAGS, META_OP, META_LAP = 1, 3, 5, 8, 16
 EMPTY, OPEN, DONE = 0, 1, 2
-FIRST_WIDTH = 511
+FIRST_WIDTH = 255
 
 
 class Extents:

@@ -43,7 +43,8 @@ class IngestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: Address = "0.0.0.0:4319"
     max_nodes: Annotated[int, _whole(1, 65_536)] = 8192
     max_batch_bytes: Annotated[int, _whole(65_536, 1 << 28)] = 8 << 20
-    queue_batches: Annotated[int, _whole(1, 65_536)] = 1024
+    queue_batches: Annotated[int, _whole(1, 65_536)] = 8192
+    queue_bytes: Annotated[int, _whole(1 << 20, 1 << 36)] = 256 << 20
 
 
 class AnalysisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +55,7 @@ class AnalysisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_seconds: Annotated[float, _number(5, 86_400)] = 300.0
     ended_seconds: Annotated[float, _number(1, 86_400)] = 15.0
     snapshot_seconds: Annotated[float, _number(0.1, 60)] = 1.0
+    min_gain_share: Annotated[float, _number(0, 1)] = 0.02
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ import msgspec
 from cheroot import wsgi
 
 from lanterne.collector.errors import ListenError
-from lanterne.collector.json_view import snapshot_json
+from lanterne.collector.json_view import nodes_json, snapshot_json
 from lanterne.collector.snapshot import Snapshot
 from lanterne.collector.view import MAX_ROWS, view
 
@@ -36,6 +36,7 @@ INDEX = b"""<!doctype html>
 <ul>
 <li><a href="api/v1/stragglers">api/v1/stragglers</a>: the worst ranks, worst first</li>
 <li><a href="api/v1/snapshot">api/v1/snapshot</a>: everything that is known now</li>
+<li><a href="api/v1/nodes">api/v1/nodes</a>: which agents report, and how fresh their data is</li>
 <li><a href="metrics">metrics</a>: for Prometheus</li>
 <li><a href="healthz">healthz</a>, <a href="readyz">readyz</a>: for probes</li>
 </ul>
@@ -79,6 +80,7 @@ class App:
             "/readyz": self._get_ready,
             "/api/v1/snapshot": self._get_snapshot,
             "/api/v1/stragglers": self._get_stragglers,
+            "/api/v1/nodes": self._get_nodes,
         }
 
     def __call__(self, environ: Mapping[str, Any], start_response: Start) -> Iterable[bytes]:
@@ -151,6 +153,12 @@ class App:
         shown = view(snapshot, limit=limit, only_named=bool(named))
         shown = msgspec.structs.replace(shown, served_at=self._clock())
         return "200 OK", JSON, msgspec.json.encode(shown)
+
+    def _get_nodes(self, _: Mapping[str, Any]) -> Answer:
+        snapshot = self._latest()
+        if snapshot is None:
+            return _no_snapshot()
+        return "200 OK", JSON, nodes_json(snapshot)
 
 
 def _answer(status: str, body: object) -> Answer:

@@ -30,12 +30,19 @@ def snapshot_json(snapshot: Snapshot) -> bytes:
             "nodes": snapshot.nodes,
             "communicators": [_communicator(c) for c in snapshot.communicators],
             "ranks": _ranks(snapshot.ranks),
-            "gpus": snapshot.gpus,
-            "processes": snapshot.processes,
+            "gpus": tuple(snapshot.gpus),
+            "processes": tuple(snapshot.processes),
             "ingest": snapshot.ingest,
             "refused": snapshot.refused,
         },
         enc_hook=_plain,  # msgspec writes NaN as null by itself
+    )
+
+
+def nodes_json(snapshot: Snapshot) -> bytes:
+    """Of each node what its agent last said; cheap, to be asked for often."""
+    return msgspec.json.encode(
+        {"taken_at": snapshot.taken_at, "nodes": snapshot.nodes}, enc_hook=_plain
     )
 
 

@@ -1,6 +1,6 @@
 """lanterne-collector: command line, wiring, and the order of starting and stopping.
 
-agents ── gRPC ─► Ingest (threads) ─► bounded queue ─► Loop (one thread: Engine) ─► Snapshot
+agents ── gRPC ─► Ingest (child process) ─► bounded outbox ─► Loop (one thread: Engine) ─► Snapshot
 Snapshot ─► /metrics, JSON, /readyz (HTTP threads) ─► Prometheus, `top`
 """
 
@@ -18,18 +18,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lanterne.collector.analyse.engine import Engine, EngineConfig
-from lanterne.collector.batch import Limits
+from lanterne.collector.analyse.engine import Engine
+from lanterne.collector.analyse.settings import EngineConfig
 from lanterne.collector.cli import flags, parser, this_version, with_command
 from lanterne.collector.config import ENV_CONFIG, CollectorConfig, load, split_address
 from lanterne.collector.errors import CollectorError, ConfigError, ListenError
 from lanterne.collector.export import Exposition
 from lanterne.collector.http import App, HttpServer
-from lanterne.collector.ingest import Ingest, IngestConfig
+from lanterne.collector.intake import Intake
 from lanterne.collector.loop import Loop
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import Snapshot
-from lanterne.collector.top import FetchError, top
 
 log = logging.getLogger("lanterne.collector")
 
@@ -77,38 +76,50 @@ class Collector:
                 idle_seconds=analysis.idle_seconds,
                 ended_seconds=analysis.ended_seconds,
                 nodes=config.ingest.max_nodes,
+                min_gain_share=analysis.min_gain_share,
             ),
             boot_id=_boot_id(),
         )
+        self._intake = Intake(
+            limits={
+                "batch_bytes": config.ingest.max_batch_bytes,
+                "nodes": config.ingest.max_nodes,
+                "items": config.ingest.queue_batches,
+                "bytes": config.ingest.queue_bytes,
+            },
+            overloaded=self._engine.overloaded,
+        )
+        self._stop_asked = threading.Event()
         self._loop = Loop(
+            receive=self._intake.receive,
             apply=self._engine.apply,
             snapshot=self._snapshot,
-            depth=config.ingest.queue_batches,
             seconds=analysis.snapshot_seconds,
-        )
-        self._ingest = Ingest(
-            on_batch=self._loop.offer,
-            stride=lambda: self._engine.stride,
-            config=IngestConfig(
-                limits=Limits(batch_bytes=config.ingest.max_batch_bytes),
-                nodes=config.ingest.max_nodes,
-            ),
+            ended=self._stop_asked.set,
         )
 
     def _snapshot(self, now: float) -> Snapshot:
-        return self._engine.snapshot(
+        snapshot = self._engine.snapshot(
             now,
             now_ns=time.monotonic_ns(),
-            ingest=self._ingest.counts(),
-            refused=self._ingest.refused(),
-            connected=self._ingest.connected(),
+            ingest=self._intake.counts(),
+            refused=self._intake.refused(),
+            connected=self._intake.connected(),
         )
+        self._intake.ask(self._engine.stride)
+        return snapshot
 
     def run_until_signal(self, ports_file: Path | None) -> int:
         """Raises ListenError. Stops on SIGTERM or SIGINT."""
-        stop = threading.Event()
+        stop = self._stop_asked
+        asked: list[int] = []
+
+        def ask(number: int, _: object) -> None:
+            asked.append(number)
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, ask)
         http = self._listen_http()
         try:
             ingest_port = self._listen_ingest()
@@ -119,9 +130,11 @@ class Collector:
         try:
             self._start(http, ingest_port, ports_file)
             stop.wait()
+            if not asked:
+                log.error("the ingest process has ended by itself: its own messages say why")
         finally:
             self._stop(http, ports_file)
-        return 0
+        return 0 if asked else 1
 
     def _listen_http(self) -> HttpServer:
         page = Exposition(self._loop.latest, self._runtime)
@@ -132,13 +145,13 @@ class Collector:
 
     def _listen_ingest(self) -> int:
         try:
-            return self._ingest.listen(self._config.ingest.address)
+            return self._intake.listen(self._config.ingest.address)
         except ListenError as error:
             raise ListenError(f"{error} Choose another address with --ingest-address") from error
 
     def _start(self, http: HttpServer, ingest_port: int, ports_file: Path | None) -> None:
         self._loop.start()
-        self._ingest.start()
+        self._intake.start()
         http.start()
         ingest_host = self._config.ingest.address.rpartition(":")[0]
         http_host = self._config.http.address.rpartition(":")[0]
@@ -149,9 +162,10 @@ class Collector:
 
     def _stop(self, http: HttpServer, ports_file: Path | None) -> None:
         """First nothing comes in, then what came in is worked off, then nobody can look."""
-        self._ingest.stop()
+        self._intake.stop()
         log.info("no longer listening for agents")
-        self._loop.stop()
+        self._loop.join()
+        self._intake.close()
         log.info("analysis ended")
         http.stop()
         if ports_file is not None:
@@ -160,7 +174,7 @@ class Collector:
 
     def _runtime(self) -> Runtime:
         return Runtime(
-            version=this_version(), queue_depth=self._loop.depth, engine_errors=self._loop.errors
+            version=this_version(), queue_depth=self._intake.depth, engine_errors=self._loop.errors
         )
 
     def _ready(self) -> Mapping[str, str]:
@@ -168,7 +182,7 @@ class Collector:
         limit = self._config.http.stale_after_seconds
         age = float("inf") if latest is None else time.time() - latest.taken_at
         return {
-            "grpc": "" if self._ingest.serving else "not listening for agents",
+            "grpc": "" if self._intake.serving else "not listening for agents",
             "engine": "" if self._loop.alive else "the analysis has ended: see the log",
             "snapshot": ""
             if age <= limit
@@ -200,6 +214,9 @@ def _boot_id() -> str:
 
 
 def _top(arguments: argparse.Namespace) -> int:
+    # Here, so that a collector does not carry rich in its memory.
+    from lanterne.collector.top import FetchError, top
+
     # Ended like Ctrl-C, so that the terminal is left as it was found.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(AttributeError):  # a terminal without UTF-8 shows "?" for "…"

@@ -98,7 +98,7 @@ def _nodes(nodes: tuple[NodeView, ...]) -> Iterator[Family]:
     )
 
 
-def _gpus(gpus: tuple[GpuView, ...], nodes: list[str]) -> Iterator[Family]:
+def _gpus(gpus: Sequence[GpuView], nodes: list[str]) -> Iterator[Family]:
     keys = [(nodes[g.node], str(g.index)) for g in gpus]
     pairs = list(zip(keys, gpus, strict=True))
     yield _family(

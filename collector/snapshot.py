@@ -6,8 +6,9 @@ known are NaN (or None), never zero and never a guess. Totals only grow while a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +115,32 @@ class GpuView:
     throttle_reasons: tuple[str, ...]
 
 
+T = TypeVar("T")
+
+
+class Later(Sequence[T]):
+    """Made when first looked at: most snapshots are replaced before anybody does."""
+
+    def __init__(self, make: Callable[[], tuple[T, ...]]) -> None:
+        self._make = make
+        self._made: tuple[T, ...] | None = None
+
+    def _all(self) -> tuple[T, ...]:
+        if self._made is None:  # twice at worst, where two threads are the first
+            self._made = self._make()
+        return self._made
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
 @dataclass(frozen=True)
 class Snapshot:
     taken_at: float  # UNIX seconds
@@ -121,7 +148,7 @@ class Snapshot:
     nodes: tuple[NodeView, ...]
     communicators: tuple[CommunicatorView, ...]
     ranks: Ranks
-    gpus: tuple[GpuView, ...]
-    processes: tuple[Mapping[str, object], ...]  # proto Process fields, plus "node"
+    gpus: Sequence[GpuView]
+    processes: Sequence[Mapping[str, object]]  # proto Process fields, plus "node"
     ingest: Mapping[str, int]  # batches_accepted, batches_duplicate, batches_refused, rows, ...
     refused: Mapping[str, int]  # by reason code

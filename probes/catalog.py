@@ -174,6 +174,8 @@ def _call(
 def _collectives() -> tuple[Row, ...]:
     """The exported collectives. The deprecated ncclBcast calls ncclBroadcast: no row for it.
 
+    Neither for RCCL's ncclAllToAllv and ncclAllToAll: they call the library's own ncclSend and
+    ncclRecv in a group, whose probes see every peer's bytes; a row would count the call twice.
     A Config variant (2.31+) is its base with one more argument at the end.
     """
     a = argument
@@ -337,8 +339,9 @@ def _gloo_rows() -> tuple[Row, ...]:
     in_size = chain(0, 16, 16)
     nothing = {"count": constant(0)}
     rooted = {**elements, "peer": memory(0, 48, 4)}
-    # alltoallv: count is all that this rank sends, to itself included.
-    vector = {"count": in_size, "vector": memory(0, 56)}
+    # alltoallv: count is all that this rank sends, to itself included. Behind the two buffers at 16
+    # and 24 come four vectors of 24 bytes: offsets and lengths in, offsets and lengths out.
+    vector = {"count": in_size, "vector": memory(0, 56), "receive_vector": memory(0, 104)}
     reduced = {"count": memory(0, 80), "scale": memory(0, 88)}
     gathered = {"count": in_size, "peer": memory(0, 40, 4)}
     scattered = {"count": chain(0, 40, 16), "peer": memory(0, 56, 4)}

@@ -39,6 +39,7 @@ class Field(IntEnum):
     ID = 11
     CONFIG = 12
     VECTOR = 13
+    RECEIVE_VECTOR = 14
 
 
 class Trait(IntFlag):

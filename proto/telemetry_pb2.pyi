@@ -161,7 +161,7 @@ class Communicator(_message.Message):
     def __init__(self, comm_hash: _Optional[int] = ..., library: _Optional[_Union[Library, str]] = ..., n_ranks: _Optional[int] = ..., rank: _Optional[int] = ..., name: _Optional[str] = ..., pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., workload: _Optional[str] = ..., gpu_bus_id: _Optional[str] = ..., gpu_index: _Optional[int] = ..., identity: _Optional[_Union[Identity, str]] = ..., complete: _Optional[bool] = ..., parent_hash: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class Instances(_message.Message):
-    __slots__ = ("rows", "communicator", "seq", "lane", "op", "role", "evidence", "flags", "arrival_ns", "duration_ns", "bytes", "sync_blocked_ns")
+    __slots__ = ("rows", "communicator", "seq", "lane", "op", "role", "evidence", "flags", "arrival_ns", "duration_ns", "payload_bytes", "sync_blocked_ns")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -172,7 +172,7 @@ class Instances(_message.Message):
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_NS_FIELD_NUMBER: _ClassVar[int]
     DURATION_NS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SYNC_BLOCKED_NS_FIELD_NUMBER: _ClassVar[int]
     rows: int
     communicator: bytes
@@ -184,12 +184,12 @@ class Instances(_message.Message):
     flags: bytes
     arrival_ns: bytes
     duration_ns: bytes
-    bytes: bytes
+    payload_bytes: bytes
     sync_blocked_ns: bytes
-    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., seq: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., arrival_ns: _Optional[bytes] = ..., duration_ns: _Optional[bytes] = ..., bytes: _Optional[bytes] = ..., sync_blocked_ns: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., seq: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., arrival_ns: _Optional[bytes] = ..., duration_ns: _Optional[bytes] = ..., payload_bytes: _Optional[bytes] = ..., sync_blocked_ns: _Optional[bytes] = ...) -> None: ...
 
 class Summaries(_message.Message):
-    __slots__ = ("rows", "communicator", "op", "role", "evidence", "count", "errors", "bytes", "duration_sum_ns", "duration_min_ns", "duration_max_ns", "histogram")
+    __slots__ = ("rows", "communicator", "op", "role", "evidence", "count", "errors", "payload_bytes", "duration_sum_ns", "duration_min_ns", "duration_max_ns", "histogram")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -197,7 +197,7 @@ class Summaries(_message.Message):
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DURATION_SUM_NS_FIELD_NUMBER: _ClassVar[int]
     DURATION_MIN_NS_FIELD_NUMBER: _ClassVar[int]
     DURATION_MAX_NS_FIELD_NUMBER: _ClassVar[int]
@@ -209,12 +209,12 @@ class Summaries(_message.Message):
     evidence: bytes
     count: bytes
     errors: bytes
-    bytes: bytes
+    payload_bytes: bytes
     duration_sum_ns: bytes
     duration_min_ns: bytes
     duration_max_ns: bytes
     histogram: bytes
-    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., count: _Optional[bytes] = ..., errors: _Optional[bytes] = ..., bytes: _Optional[bytes] = ..., duration_sum_ns: _Optional[bytes] = ..., duration_min_ns: _Optional[bytes] = ..., duration_max_ns: _Optional[bytes] = ..., histogram: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., count: _Optional[bytes] = ..., errors: _Optional[bytes] = ..., payload_bytes: _Optional[bytes] = ..., duration_sum_ns: _Optional[bytes] = ..., duration_min_ns: _Optional[bytes] = ..., duration_max_ns: _Optional[bytes] = ..., histogram: _Optional[bytes] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("rows", "communicator", "peer", "sent_bytes", "received_bytes")

@@ -3,6 +3,7 @@
 #
 #   setup.sh         what is missing from apt, then .venv with lanterne[dev]
 #   setup.sh torch   .venv-torch with PyTorch (the jobs of make test-torch and make demo-torch)
+#   setup.sh vm      qemu and what builds its images (make test-kernel-vm)
 #   setup.sh nccl    build/nccl/VERSION/libnccl.so.2 of the oldest tested and the newest wheel
 #
 # Debian 12 and 13, Ubuntu 22.04 and 24.04. Elsewhere, and without root, it says what to install.
@@ -119,7 +120,8 @@ install_packages() {
 
 # Returns 1 where something stays missing: the venv is still made, and the next call looks again.
 setup_system() {
-  look_for_packages
+  local look=${1:-look_for_packages}
+  $look
   [ ${#MISSING[@]} -eq 0 ] && return
   if ! command -v apt-get >/dev/null; then
     say "missing, by Debian's package names: ${MISSING[*]}"
@@ -129,7 +131,7 @@ setup_system() {
     say "missing, and neither root nor sudo is at hand; run: apt-get install ${MISSING[*]}"
     return 1
   fi
-  install_packages && look_for_packages && [ ${#MISSING[@]} -eq 0 ] && return
+  install_packages && $look && [ ${#MISSING[@]} -eq 0 ] && return
   say "still missing after apt: ${MISSING[*]}"
   return 1
 }
@@ -217,9 +219,28 @@ setup_nccl() {
   fi
 }
 
+look_for_vm_packages() {
+  MISSING=()
+  need() { local package=$1; shift; "$@" >/dev/null 2>&1 9>&- || MISSING+=("$package"); }
+  need qemu-system-x86 command -v qemu-system-x86_64
+  need qemu-system-arm command -v qemu-system-aarch64
+  need mmdebstrap command -v mmdebstrap
+  need debian-archive-keyring test -e /usr/share/keyrings/debian-archive-keyring.gpg
+  need e2fsprogs command -v mke2fs
+  need kmod command -v depmod
+  need cpio command -v cpio
+}
+
+# The images themselves are made, and kept in build/vm, by tests/vm.
+setup_vm() {
+  lock
+  setup_system look_for_vm_packages || die "the virtual machines need the packages above"
+}
+
 case ${1:-base} in
   base) setup_base ;;
   torch) setup_torch ;;
   nccl) setup_nccl ;;
-  *) die "unknown part '$1': base, torch or nccl" ;;
+  vm) setup_vm ;;
+  *) die "unknown part '$1': base, torch, nccl or vm" ;;
 esac

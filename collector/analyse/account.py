@@ -8,8 +8,9 @@ import numpy.typing as npt
 from lanterne.collector.align import Tables
 from lanterne.collector.analyse import ops, scoring, totals
 from lanterne.collector.analyse import window as w
-from lanterne.collector.analyse.registry import KINDS, Registry
+from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.analyse.scoring import Judged
+from lanterne.collector.analyse.who import KINDS
 from lanterne.collector.batch import HISTOGRAM_BINS
 
 F32 = npt.NDArray[np.float32]

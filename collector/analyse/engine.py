@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,13 @@ from lanterne.collector.align import Tables
 from lanterne.collector.analyse import gather, scoring, totals, verdicts, view
 from lanterne.collector.analyse import window as w
 from lanterne.collector.analyse.account import Accounts
+from lanterne.collector.analyse.carry import Carry
 from lanterne.collector.analyse.joining import Joining
-from lanterne.collector.analyse.registry import Registry, Resolved, Slot
-from lanterne.collector.batch import DecodedBatch
+from lanterne.collector.analyse.registry import Registry
+from lanterne.collector.analyse.settings import EngineConfig
+from lanterne.collector.analyse.stride import Stride
+from lanterne.collector.analyse.who import Resolved, Slot
+from lanterne.collector.batch import DecodedBatch, Head
 from lanterne.collector.clock import SAME_CLOCK, ClockObservation, Estimate, NodeClock
 from lanterne.collector.snapshot import Snapshot
 
@@ -29,27 +32,6 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 NS = 10**9
 WILD_SPREAD = 1 << 22  # sequence numbers further apart are not a backlog
-CALM_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Bounds and spans. Memory is touched only where used; the bounds are the most it can be."""
-
-    window_seconds: float = 5.0  # verdicts are per window; shares slide over the last two
-    deadline_seconds: float = 10.0  # an instance is decided at the latest this long after its start
-    idle_seconds: float = 300.0  # a silent communicator is forgotten
-    ended_seconds: float = 15.0  # one whose processes have ended
-    cells: int = 1 << 24  # rank-events held for alignment, 36 bytes each
-    rows: int = 1 << 22
-    communicators: int = 1 << 15
-    members: int = 1 << 18  # (communicator, rank) pairs
-    processes: int = 1 << 17
-    nodes: int = 8_192
-    own_cells: int = 1 << 24  # own times kept for one window's medians, 12 bytes each
-    flush_rows: int = 1 << 17
-    flush_batches: int = 512
-    max_stride: int = 1024
 
 
 class Engine:
@@ -64,12 +46,12 @@ class Engine:
         )
         self.tables = Tables(cells=c.cells, rows=c.rows, tables=2 * c.communicators)
         self.window = w.Window(c.communicators, c.members, c.own_cells)
-        self.verdicts = verdicts.Verdicts(c.members)
+        self.verdicts = verdicts.Verdicts(c.members, c.min_gain_share)
         self.summaries = totals.Grouped(totals.SUMMARY_WIDTH, 1 << 18)
         self.waits = totals.Grouped(totals.WAIT_WIDTH, 1 << 18)
         self.traffic = totals.TrafficTotals(c.members)
         self.accounts = Accounts(self.tables, self.window, self.waits, self.registry)
-        self.carry = gather.Carry(c.processes)
+        self.carry = Carry(c.processes)
         self.joining = Joining(2 * c.communicators, c.members)
         self.clocks: dict[str, NodeClock] = {}
         self.counts: Counter[str] = Counter()
@@ -77,20 +59,18 @@ class Engine:
         self._pending_rows = 0
         self._now_ns = 0
         self._window_end = 0
-        self._stride = 1
-        self._crowded = False
-        self._calm = 0
+        self._stride = Stride(c.window_seconds, c.max_stride)
 
     @property
     def stride(self) -> int:
         """Instances wanted of the agents: sequence % stride == 0. A power of two."""
-        return self._stride
+        return self._stride.value
 
     def overloaded(self) -> None:
         """More comes in than is worked off (a full queue): ask for fewer instances from the next
         window on. May be called from any thread.
         """
-        self._crowded = True
+        self._stride.crowded()
 
     def apply(self, item: DecodedBatch | ClockObservation) -> None:
         """Take one item; batches must not be applied twice (see `seen`)."""
@@ -99,7 +79,7 @@ class Engine:
                 self.clocks.setdefault(item.node, NodeClock()).add(item)
             return
         self._pending.append(item)
-        self._pending_rows += len(item.instances.seq)
+        self._pending_rows += len(item.instances)
         if (
             self._pending_rows >= self.config.flush_rows
             or len(self._pending) >= self.config.flush_batches
@@ -121,7 +101,7 @@ class Engine:
             self._welcome()
             if resolved is not None:
                 group.append((batch, resolved))
-                self.counts["rows"] += len(batch.instances.seq)
+                self.counts["rows"] += len(batch.instances)
         self._work(group)
         if self._window_end == 0:
             self._window_end = self._now_ns + int(self.config.window_seconds * NS)
@@ -199,7 +179,7 @@ class Engine:
     def _work(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
         if not group:
             return
-        self._add_summaries(group)
+        gather.summaries(group, self.summaries)
         self._add_traffic(group)
         flow = gather.collect(group)
         if flow is not None:
@@ -253,7 +233,7 @@ class Engine:
                 continue
             if not tables.grow(table, max(2 * spread, 2 * int(tables.width[table]))):
                 self.counts["tables_not_grown"] += 1
-                self._crowded = True
+                self._stride.crowded()
 
     def _score(self, rows: I64) -> None:
         """Score rows of any tables, in blocks of communicators of one size."""
@@ -284,60 +264,31 @@ class Engine:
         nodes = self.registry.nodes
         offset, error = np.zeros(len(nodes) + 1), np.full(len(nodes) + 1, np.inf)
         for number, node in enumerate(nodes):
-            estimate = self.clock_of(node.batch)
+            estimate = self.clock_of(node.head)
             if estimate is not None:
                 offset[number], error[number] = estimate.offset_ns, estimate.error_ns
         return offset, error
 
-    def clock_of(self, batch: DecodedBatch) -> Estimate | None:
+    def clock_of(self, head: Head) -> Estimate | None:
         """The clock of a batch's node at the batch's end; None while not known."""
-        if self.boot_id and batch.boot_id == self.boot_id:
+        if self.boot_id and head.boot_id == self.boot_id:
             return SAME_CLOCK
-        clock = self.clocks.get(batch.node)
-        return None if clock is None else clock.estimate(batch.end_ns)
-
-    def _add_summaries(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
-        some = [(b.summaries, r) for b, r in group if len(b.summaries.op)]
-        if not some:
-            return
-        slot = np.concatenate([r.slot[s.communicator] for s, r in some]).astype(np.int64)
-        good = slot >= 0
-
-        def join(name: str) -> I64:
-            return np.concatenate([getattr(s, name) for s, _ in some])[good].astype(np.int64)
-
-        keys = totals.key(slot[good], join("op"), join("role"), join("evidence"))
-        figures = [join(name) for name in ("count", "errors", "bytes", "duration_sum_ns")]
-        self.summaries.add(keys, np.column_stack([*figures, join("histogram")]))
+        clock = self.clocks.get(head.node)
+        return None if clock is None else clock.estimate(head.end_ns)
 
     def _add_traffic(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
-        some = [(b, r) for b, r in group if len(b.traffic.peer)]
-        rows = [self._traffic_rows(b, r) for b, r in some]
+        rows = gather.traffic(group)
         if not rows and not self.traffic.holds:
             return
         ranks = {i: s.ranks for i, s in enumerate(self.registry.slots) if s is not None}
         r = self.registry
         self.traffic.add(rows, ranks, r.node, r.gpu, self._now_ns)
 
-    def _traffic_rows(self, b: DecodedBatch, r: Resolved) -> totals.TrafficRows:
-        index = b.traffic.communicator
-        slot = r.slot[index].astype(np.int64)
-        good = slot >= 0
-        rank = r.rank[index][good]
-        return totals.TrafficRows(
-            slot=slot[good],
-            base=r.member[index][good] - rank,
-            rank=rank,
-            peer=b.traffic.peer[good],
-            sent=b.traffic.sent_bytes[good],
-            since_ns=np.full(len(rank), b.received_ns),
-        )
-
     def _close_window(self) -> None:
         blocks = self.window.close(len(self.registry.slots), self.registry.members_used)
         self.traffic.close()
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
-        self._choose_stride()
+        self._stride.close()
         stats = verdicts.kind_stats(blocks)
         spans, outcome = self.window.closed.span_ns, self.window.closed.outcome
         timed = outcome[:, w.SCORED] + outcome[:, w.CLOCK]
@@ -363,16 +314,6 @@ class Engine:
                     spans[part],
                     [{k: v for v, k in s.kinds.items()} for s in slots],
                 )
-
-    def _choose_stride(self) -> None:
-        """Ask for fewer instances after a window that did not fit, for more after a calm minute."""
-        self._calm = 0 if self._crowded else self._calm + 1
-        if self._crowded:
-            self._stride = min(self._stride * 2, self.config.max_stride)
-        elif self._stride > 1 and self._calm * self.config.window_seconds >= CALM_SECONDS:
-            self._stride //= 2
-            self._calm = 0
-        self._crowded = False
 
     def _slot(self, number: int) -> Slot:
         slot = self.registry.slots[number]

@@ -1,4 +1,4 @@
-"""Several batches -> one set of event columns, linked to each process's previous operation."""
+"""Several batches -> one set of columns of each kind, in the registry's numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.align import META_EVIDENCE, META_FLAGS, META_OP, META_ROLE, PRESENT, Events
-from lanterne.collector.analyse import ops, own
-from lanterne.collector.analyse.registry import Resolved
+from lanterne.collector.analyse import totals
+from lanterne.collector.analyse.who import Resolved
 from lanterne.collector.batch import DecodedBatch
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
+
+Group = list[tuple[DecodedBatch, Resolved]]
 
 ARRIVAL_BITS = 43  # 2.4 hours: longest spread of arrivals of one node in one flush kept in order
 
@@ -40,63 +41,75 @@ class Flow:
     stride: I64 | int
 
 
-def collect(batches: list[tuple[DecodedBatch, Resolved]]) -> Flow | None:
+def collect(batches: Group) -> Flow | None:
     """Join the instances of batches; rows of dropped communicators are left out."""
-    some = [(b, r) for b, r in batches if len(b.instances.seq)]
+    some = [(b, r) for b, r in batches if len(b.instances)]
     if not some:
         return None
-    counts = [len(b.instances.seq) for b, _ in some]
+    counts = [len(b.instances) for b, _ in some]
     offsets = np.cumsum([0] + [len(r.slot) for _, r in some[:-1]])
-    index = np.concatenate([b.instances.communicator for b, _ in some])
+    index, seq = np.concatenate([b.instances.words for b, _ in some], axis=1).astype(np.int64)
     index += np.repeat(offsets, counts)
+    small = np.concatenate([b.instances.small for b, _ in some], axis=1)
+    large = np.concatenate([b.instances.large for b, _ in some], axis=1)
     slot = np.concatenate([r.slot for _, r in some])[index]
     process = np.concatenate([r.process for _, r in some])[index]
-    arrival = np.concatenate([b.instances.arrival_ns for b, _ in some])
+    order = _order(some, counts, slot, process, large[0])
+    if order is not None:
+        index, seq, slot, process = index[order], seq[order], slot[order], process[order]
+        small, large = small[:, order], large[:, order]
+    if not len(slot):
+        return None
+    lane, op, role, evidence, flags = small
+    arrival, duration, size, sync = large
     strides = [b.stride for b, _ in some]
+    stride: I64 | int = 1
+    if max(strides) > 1:
+        stride = np.repeat(np.array(strides), counts)
+        stride = stride if order is None else stride[order]
+    return Flow(
+        table=slot * 2 + lane.astype(np.int32),
+        slot=slot,
+        rank=np.concatenate([r.rank for _, r in some])[index],
+        member=np.concatenate([r.member for _, r in some])[index],
+        process=process,
+        seq=seq,
+        op=op,
+        role=role,
+        evidence=evidence,
+        flags=flags,
+        arrival=arrival,
+        duration=duration,
+        size=size,
+        sync=sync,
+        stride=stride,
+    )
+
+
+def _order(
+    some: Group,
+    counts: list[int],
+    slot: I32,
+    process: I32,
+    arrival: I64,
+) -> I64 | None:
+    """Row numbers by process and arrival, without dropped communicators; None: as they are."""
     # Nodes' clocks start at different times: order by arrival within a node only.
-    origins = np.array([int(b.instances.arrival_ns.min()) for b, _ in some])
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    origins = np.minimum.reduceat(arrival, starts).tolist()
     lowest: dict[str, int] = {}
-    for (b, _), o in zip(some, origins.tolist(), strict=True):
+    for (b, _), o in zip(some, origins, strict=True):
         lowest[b.node] = min(o, lowest.get(b.node, o))
     origin = np.repeat(np.array([lowest[b.node] for b, _ in some]), counts)
     key = np.minimum(arrival - origin, (1 << ARRIVAL_BITS) - 1)
     key += process.astype(np.int64) << ARRIVAL_BITS
-    order: I64 | slice = slice(None)
     if bool((slot < 0).any()):
         keep = np.flatnonzero(slot >= 0)
-        order = keep[np.argsort(key[keep], kind="stable")]
-    elif bool((key[1:] < key[:-1]).any()):
-        order = np.argsort(key, kind="stable")  # a merge of sorted runs: the common case
-
-    def join(name: str) -> npt.NDArray[np.generic]:
-        joined: npt.NDArray[np.generic] = np.concatenate(
-            [getattr(b.instances, name) for b, _ in some]
-        )[order]
-        return joined
-
-    slot = slot[order]
-    if not len(slot):
-        return None
-    rank = np.concatenate([r.rank for _, r in some])[index][order]
-    member = np.concatenate([r.member for _, r in some])[index][order]
-    one = max(strides) == 1
-    return Flow(
-        table=slot * 2 + join("lane").astype(np.int32),
-        slot=slot,
-        rank=rank,
-        member=member,
-        process=process[order],
-        seq=join("seq"),  # type: ignore[arg-type]
-        op=join("op"),  # type: ignore[arg-type]
-        role=join("role"),  # type: ignore[arg-type]
-        evidence=join("evidence"),  # type: ignore[arg-type]
-        flags=join("flags"),  # type: ignore[arg-type]
-        arrival=arrival[order],
-        duration=join("duration_ns"),  # type: ignore[arg-type]
-        size=join("bytes"),  # type: ignore[arg-type]
-        sync=join("sync_blocked_ns"),  # type: ignore[arg-type]
-        stride=1 if one else np.repeat(np.array(strides), counts)[order],
-    )
+        kept: I64 = keep[np.argsort(key[keep], kind="stable")]
+        return kept
+    if bool((key[1:] < key[:-1]).any()):
+        return np.argsort(key, kind="stable")  # a merge of sorted runs: the common case
+    return None
 
 
 def take(f: Flow, pick: npt.NDArray[np.bool_]) -> Flow:
@@ -105,87 +118,38 @@ def take(f: Flow, pick: npt.NDArray[np.bool_]) -> Flow:
     return Flow(**values)
 
 
-class Carry:
-    """Each process's last operation, so that flushes join up."""
+def summaries(batches: Group, into: totals.Grouped) -> None:
+    """Add the batches' summaries to their totals."""
+    some = [(b.summaries, r) for b, r in batches if len(b.summaries)]
+    if not some:
+        return
+    slot = np.concatenate([r.slot[s.communicator] for s, r in some]).astype(np.int64)
+    op, role, evidence = np.concatenate([s.small for s, _ in some], axis=1).astype(np.int64)
+    values = np.empty((len(slot), totals.SUMMARY_WIDTH), np.int64)
+    values[:, : totals.HISTOGRAM] = np.concatenate([s.large for s, _ in some], axis=1).T
+    values[:, totals.HISTOGRAM :] = np.concatenate([s.histogram for s, _ in some])
+    keys = totals.key(slot, op, role, evidence)
+    good = slot >= 0
+    if not good.all():
+        keys, values = keys[good], values[good]
+    into.add(keys, values)
 
-    def __init__(self, processes: int) -> None:
-        self.arrival = np.full(processes, -1, np.int64)
-        self.duration = np.zeros(processes, np.int64)
-        self.cell = np.full(processes, -1, np.int64)
-        self.table = np.full(processes, -1, np.int32)
-        self.needs_wait = np.zeros(processes, bool)
 
-    def forget(self, processes: list[int]) -> None:
-        self.arrival[processes] = -1
+def traffic(batches: Group) -> list[totals.TrafficRows]:
+    """The batches' traffic, in the registry's numbers."""
+    return [_traffic(b, r) for b, r in batches if len(b.traffic)]
 
-    def link(self, f: Flow, cell: I64) -> Events:
-        """-> events with their own-time gap, where to find the wait to take off, and whether the
-        previous operation was on another table (flag bit 0).
 
-        Only operations with evidence are links: the others' times are order, not time.
-        """
-        own_gap = np.full(len(f.seq), np.nan, np.float32)
-        prev = np.full(len(f.seq), -1, np.int32)
-        foreign = np.zeros(len(f.seq), np.uint8)
-        pick: npt.NDArray[np.int64] | slice = slice(None)
-        if not f.evidence.all():
-            pick = np.flatnonzero(f.evidence)
-        process = f.process[pick]
-        if len(process):
-            own_gap[pick], prev[pick], foreign[pick] = self._chain(f, cell, pick, process)
-        meta = (
-            PRESENT
-            | (f.evidence.astype(np.uint32) << META_EVIDENCE)
-            | (f.role.astype(np.uint32) << META_ROLE)
-            | (((f.flags & ~np.uint8(1)) | foreign).astype(np.uint32) << META_FLAGS)
-            | (f.op.astype(np.uint32) << META_OP)
-        ).astype(np.uint32)
-        return Events(
-            table=f.table,
-            rank=f.rank,
-            seq=f.seq,
-            arrival=f.arrival,
-            duration=f.duration.astype(np.float32),
-            own=own_gap,
-            prev=prev,
-            sync=f.sync.astype(np.float32),
-            size=f.size.astype(np.float32),
-            meta=meta,
-        )
-
-    def _chain(
-        self, f: Flow, cell: I64, pick: I64 | slice, process: I32
-    ) -> tuple[npt.NDArray[np.float32], I32, U8]:
-        arrival, duration, table = f.arrival[pick], f.duration[pick], f.table[pick]
-        cells = cell[pick]
-        needs_wait = f.evidence[pick] == ops.ENQUEUE
-        stride = f.stride if isinstance(f.stride, int) else f.stride[pick]
-        first = np.flatnonzero(np.concatenate([[True], process[1:] != process[:-1]]))
-        last = np.concatenate([first[1:] - 1, [len(process) - 1]])
-
-        def shift(
-            column: npt.NDArray[np.generic], carried: npt.NDArray[np.generic]
-        ) -> npt.NDArray[np.generic]:
-            before = np.empty(len(column), carried.dtype)
-            before[1:] = column[:-1]
-            before[first] = carried[process[first]]
-            return before
-
-        before: I64 = shift(arrival, self.arrival).astype(np.int64)
-        gap = own.before_wait(
-            arrival,
-            before,
-            shift(duration, self.duration),  # type: ignore[arg-type]
-            stride,
-        )
-        unknown = (before < 0) | (before > arrival)
-        gap[unknown] = np.nan
-        previous = np.where(
-            shift(needs_wait, self.needs_wait).astype(bool) & ~unknown, shift(cells, self.cell), -1
-        ).astype(np.int32)
-        foreign = (shift(table, self.table) != table) & ~unknown
-        ends = process[last]
-        self.arrival[ends], self.duration[ends] = arrival[last], duration[last]
-        self.cell[ends], self.table[ends] = cells[last], table[last]
-        self.needs_wait[ends] = needs_wait[last]
-        return gap, previous, foreign.astype(np.uint8)
+def _traffic(b: DecodedBatch, r: Resolved) -> totals.TrafficRows:
+    index = b.traffic.communicator
+    slot = r.slot[index].astype(np.int64)
+    good = slot >= 0
+    rank = r.rank[index][good]
+    return totals.TrafficRows(
+        slot=slot[good],
+        base=r.member[index][good] - rank,
+        rank=rank,
+        peer=b.traffic.peer[good].astype(np.int64),
+        sent=b.traffic.sent_bytes[good],
+        since_ns=np.full(len(rank), b.received_ns),
+    )

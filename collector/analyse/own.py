@@ -17,6 +17,9 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 
+PARTS = 8  # of a window, to see how much its ranks' medians change in it
+LEAST_A_PART = 8
+CORRELATED = 1.5  # standard errors are larger where neighbouring parts go up and down together
 WINSOR = 0.95  # quantile to which rarer, longer own times are cut before averaging
 
 
@@ -57,3 +60,31 @@ def medians(own: F32) -> tuple[F64, F64, I64]:
     median[count == 0] = np.nan
     mean[count == 0] = np.nan
     return median, mean, count
+
+
+def noise(own: F32) -> F64:
+    """[rank, group, instance in order of time] -> [group] standard error of a rank's median.
+
+    From how the medians of the window's parts change for each rank against the others: what all
+    have in common (another batch size) is no noise. 0 where the window has too few instances.
+    """
+    ranks, groups, width = own.shape
+    if width < PARTS * LEAST_A_PART or ranks < 3:
+        return np.zeros(groups)
+    parts = _middle(own.reshape(ranks, groups, PARTS, width // PARTS))
+    apart = parts - _middle(np.moveaxis(parts, 0, -1))
+    spread = _middle(np.abs(apart - _middle(apart)[..., None]))  # [rank, group]
+    filled = np.maximum(np.isfinite(parts).sum(axis=-1).max(axis=0), 1)
+    error = CORRELATED * 1.4826 * _middle(spread.T) / np.sqrt(filled)
+    known: F64 = np.nan_to_num(error, nan=0.0)
+    return known
+
+
+def _middle(x: F32 | F64) -> F64:
+    """Median over the last axis, NaN ignored; NaN where all are."""
+    ordered = np.sort(x, axis=-1)
+    count = np.maximum(x.shape[-1] - np.isnan(ordered).sum(axis=-1), 1)[..., None]
+    low = np.take_along_axis(ordered, (count - 1) // 2, axis=-1).astype(np.float64)
+    high = np.take_along_axis(ordered, count // 2, axis=-1).astype(np.float64)
+    middle: F64 = ((low + high) / 2)[..., 0]
+    return middle

@@ -8,64 +8,15 @@ these. All bounded; what does not fit is counted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from lanterne.collector.align import Extents
-from lanterne.collector.batch import (
-    NO_INSTANCES,
-    NO_SUMMARIES,
-    NO_TRAFFIC,
-    Communicators,
-    DecodedBatch,
-)
+from lanterne.collector.analyse.who import Node, Resolved, Slot
+from lanterne.collector.batch import Communicators, DecodedBatch
 
 LIBRARIES = ("", "nccl", "gloo")
-KINDS = 8
 REPLACED_AFTER_NS = 10**9  # a rank that another process claims sooner is a conflict
-
-
-@dataclass
-class Slot:
-    """One live communicator."""
-
-    comm_hash: int
-    ranks: int
-    base: int
-    library: str
-    workload: str
-    name: str
-    role: str
-    label: str
-    kinds: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    last_ns: int = 0
-    late_attached: bool = False
-
-
-@dataclass
-class Node:
-    """What the newest batch of a node said."""
-
-    name: str
-    batch: DecodedBatch
-    lists_processes: bool = False
-
-
-@dataclass
-class Resolved:
-    """A batch's communicators as numbers; -1 where dropped."""
-
-    slot: npt.NDArray[np.int32]
-    rank: npt.NDArray[np.int64]
-    member: npt.NDArray[np.int64]
-    process: npt.NDArray[np.int32]
-
-
-def _head(batch: DecodedBatch) -> DecodedBatch:
-    """A batch without its columns, which would keep megabytes alive."""
-    return replace(batch, instances=NO_INSTANCES, summaries=NO_SUMMARIES, traffic=NO_TRAFFIC)
 
 
 class Registry:
@@ -75,11 +26,12 @@ class Registry:
         self._by_hash: dict[int, int] = {}
         self._free: list[int] = []
         self._extents = Extents(members)
-        self.node = np.full(members, -1, np.int32)
-        self.process = np.full(members, -1, np.int32)
-        self.gpu = np.full(members, -1, np.int64)
-        self.gpu_index = np.full(members, -1, np.int32)
-        self.slot_of = np.full(members, -1, np.int32)
+        # Set when a communicator gets its members: until then their memory is not touched.
+        self.node = np.zeros(members, np.int32)
+        self.process = np.zeros(members, np.int32)
+        self.gpu = np.zeros(members, np.int64)
+        self.gpu_index = np.zeros(members, np.int32)
+        self.slot_of = np.zeros(members, np.int32)
         self.seen_ns = np.zeros(members, np.int64)
         self.epoch = np.zeros(members, np.int64)
         self.complete = np.zeros(members, bool)
@@ -88,10 +40,11 @@ class Registry:
         self.node_number: dict[str, int] = {}
         self._node_limit = nodes
         self._process_number: dict[tuple[int, int, int], int] = {}
-        self._process_free: list[int] = list(range(processes - 1, -1, -1))
+        self._process_limit = processes
+        self._process_free: list[int] = []
         self.process_pid = np.zeros(processes, np.int64)
         self.process_seen = np.zeros(processes, np.int64)
-        self.process_node = np.full(processes, -1, np.int32)
+        self.process_node = np.zeros(processes, np.int32)
         self._names: set[tuple[str, str]] = set()
         self._cache: dict[int, tuple[object, int, Resolved]] = {}
         self.dropped: Counter[str] = Counter()
@@ -112,40 +65,45 @@ class Registry:
         if number < 0:
             self.dropped["nodes"] += 1
             return None
-        for row in batch.processes:
-            key = (number, int(row["pid"]), int(row["pid_start_ticks"]))  # type: ignore[call-overload]
-            if (known := self._process_number.get(key)) is not None:
-                self.process_seen[known] = batch.received_ns
         cached = self._cache.get(number)
         key_now = (batch.epoch, batch.communicators)
         if cached and cached[1] == self.generation and cached[0] == key_now:
             resolved = cached[2]
         else:
             resolved = self._resolve(batch, number)
+            resolved.settle()
             self._cache[number] = (key_now, self.generation, resolved)
-        self._touch(resolved, batch.received_ns)
+        self._touch(self.nodes[number], number, resolved, batch)
         return resolved
 
-    def _touch(self, r: Resolved, now_ns: int) -> None:
-        good = r.slot >= 0
-        self.seen_ns[r.member[good]] = now_ns
-        self.process_seen[r.process[good]] = now_ns
-        for number in set(r.slot[good].tolist()):
-            slot = self.slots[number]
-            if slot is not None:
-                slot.last_ns = max(slot.last_ns, now_ns)
+    def _touch(self, node: Node, number: int, r: Resolved, batch: DecodedBatch) -> None:
+        now_ns, keys = batch.received_ns, batch.head.process_keys
+        if keys != node.listed_keys or node.listed_generation != self.generation:
+            known = [self._process_number.get((number, *key), -1) for key in keys]
+            node.listed = np.array([p for p in known if p >= 0], dtype=np.int32)
+            # One that is not known yet may be by the next batch.
+            node.listed_keys = keys if len(node.listed) == len(keys) else ()
+            node.listed_generation = self.generation
+        self.process_seen[node.listed] = now_ns
+        self.process_seen[r.good_processes] = now_ns
+        self.seen_ns[r.good_members] = now_ns
+        for at in r.slots:
+            slot = self.slots[at]
+            if slot is not None and slot.last_ns < now_ns:
+                slot.last_ns = now_ns
 
     def _node(self, batch: DecodedBatch) -> int:
-        number = self.node_number.get(batch.node, -1)
+        head = batch.head
+        number = self.node_number.get(head.node, -1)
         if number < 0:
             if len(self.nodes) >= self._node_limit:
                 return -1
-            number = self.node_number[batch.node] = len(self.nodes)
-            self.nodes.append(Node(batch.node, _head(batch)))
+            number = self.node_number[head.node] = len(self.nodes)
+            self.nodes.append(Node(head.node, head))
         node = self.nodes[number]
-        if (batch.epoch, batch.sequence) >= (node.batch.epoch, node.batch.sequence):
-            node.batch = _head(batch)
-        node.lists_processes |= bool(batch.processes)
+        if (head.epoch, head.sequence) >= (node.head.epoch, node.head.sequence):
+            node.head = head
+        node.lists_processes |= bool(head.process_keys)
         return number
 
     def _resolve(self, batch: DecodedBatch, node: int) -> Resolved:
@@ -215,9 +173,12 @@ class Registry:
         key = (node, pid, ticks)
         number = self._process_number.get(key)
         if number is None:
-            if not self._process_free:
+            # Numbers given so far: those in use and those that are free again.
+            given = len(self._process_number) + len(self._process_free)
+            if not self._process_free and given >= self._process_limit:
                 return -1
-            number = self._process_number[key] = self._process_free.pop()
+            number = self._process_free.pop() if self._process_free else given
+            self._process_number[key] = number
             self.process_pid[number] = pid
             self.process_node[number] = node
             self.fresh_processes.append(number)
@@ -319,7 +280,7 @@ class Registry:
             node = self.nodes[int(self.process_node[process])]
             if not node.lists_processes:
                 return False
-            if node.batch.received_ns - int(self.process_seen[process]) <= ended_ns:
+            if node.head.received_ns - int(self.process_seen[process]) <= ended_ns:
                 return False
         return len(processes) > 0
 

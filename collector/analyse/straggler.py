@@ -1,10 +1,12 @@
 """Who is slow, from own times alone; and why, as far as the evidence goes.
 
-Detector: ratio m_r / med >= 1.08 and (m_r - med) / max(1.4826 MAD, 1 % of med) >= 3.5, where med
-and MAD are those of the same-role peers without r, in two consecutive windows; with fewer than two
-peers, those of r's own history. Leaving r out keeps it working for three ranks and for several
+Detector: ratio m_r / med >= 1.08 and (m_r - med) / max(1.4826 MAD, 1 % of med, noise) >= 3.5, where
+med and MAD are those of the same-role peers without r, in two consecutive windows; with fewer than
+two peers, those of r's own history. Leaving r out keeps it working for three ranks and for several
 stragglers, where a z-score over all is capped below its threshold; the floor keeps a MAD near zero
-from inflating it.
+from inflating it. The MAD of a few peers is often small by chance; the noise, by which a rank's
+figure changes from window to window anyway, is known from all of them. A rank is named only where
+fixing it would give time back (`gain`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Bool = npt.NDArray[np.bool_]
 RATIO, SCORE = 1.08, 3.5
 RATIO_CLEAR = 1.04
 MIN_SAMPLES, MIN_SAMPLES_MEAN = 10, 30
-MIN_COST = 0.005  # of the span: an excess below this is not worth naming anyone for
+MIN_GAIN = 0.02  # of the time: less than this is not worth naming anyone for
 NAME_AFTER, CLEAR_AFTER = 2, 2  # consecutive windows
 EXACT_RANKS = 64
 HISTORY = 8
@@ -93,21 +95,39 @@ def from_history(history: F64) -> tuple[F64, F64]:
     return np.where(few, np.nan, median), np.where(few, np.nan, mad)
 
 
-def compare(m: F64, history: F64) -> tuple[F64, F64, F64]:
-    """[C, n] own times, [C, n, HISTORY] -> (ratio, score, median compared with)."""
+def compare(m: F64, history: F64, noise: F64 | float = 0.0) -> tuple[F64, F64]:
+    """[C, n] own times, [C, n, HISTORY], [C, 1] their noise (see `own.noise`) -> (ratio, score)."""
     center, mad, peers = leave_one_out(m)
     alone = peers < 2
     if alone.any():
         past, past_mad = from_history(history)
         center, mad = np.where(alone, past, center), np.where(alone, past_mad, mad)
     center = np.where(center > 0, center, np.nan)
-    return m / center, (m - center) / np.maximum(1.4826 * mad, 0.01 * center), center
+    scale = np.maximum(np.maximum(1.4826 * mad, 0.01 * center), noise)
+    return m / center, (m - center) / scale
 
 
-def candidates(ratio: F64, score: F64, samples: I64, cost: F64, min_samples: int) -> Bool:
-    """Ranks over the detector's thresholds; `cost` is their excess as a share of the span."""
+def candidates(ratio: F64, score: F64, samples: I64, min_samples: int) -> Bool:
+    """Ranks over the detector's thresholds."""
     with np.errstate(invalid="ignore"):
-        return (ratio >= RATIO) & (score >= SCORE) & (samples >= min_samples) & (cost >= MIN_COST)
+        return (ratio >= RATIO) & (score >= SCORE) & (samples >= min_samples)
+
+
+def gain(own: npt.NDArray[np.float32], suspects: I64) -> F64:
+    """[rank, instance] own times -> [suspect] mean time of an instance that fixing it gives back.
+
+    What the operation waits for a suspect beyond the last of the ranks that are not suspected: the
+    other suspects count as fixed, or two equally slow ranks would hide each other. A rank whose
+    excess drowns in the others' noise gives nothing back.
+    """
+    others = np.ones(len(own), bool)
+    others[suspects] = False
+    if not others.any():
+        return np.zeros(len(suspects))
+    last = np.fmax.reduce(own[others], axis=0)
+    beyond = np.fmax(own[suspects] - last, np.float32(0))  # unknown counts as nothing
+    mean: F64 = beyond.mean(axis=1, dtype=np.float64)
+    return mean
 
 
 def settle(named: Bool, streak: I64, candidate: Bool, calm: Bool) -> tuple[Bool, I64]:

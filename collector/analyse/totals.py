@@ -67,8 +67,8 @@ def unkey(value: int) -> tuple[int, int, int, int]:
 
 
 # Columns of the summaries' table before the histogram.
-COUNT, ERRORS, BYTES, DURATION = 0, 1, 2, 3
-SUMMARY_WIDTH = 4 + HISTOGRAM_BINS
+COUNT, ERRORS, BYTES, DURATION, HISTOGRAM = 0, 1, 2, 3, 4
+SUMMARY_WIDTH = HISTOGRAM + HISTOGRAM_BINS
 WAIT_WIDTH = 1 + HISTOGRAM_BINS  # sum ns, bins
 
 

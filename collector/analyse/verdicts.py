@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lanterne.collector.analyse import own, straggler
-from lanterne.collector.analyse.registry import KINDS
+from lanterne.collector.analyse.who import KINDS
 from lanterne.collector.analyse.window import OwnBlock
 
 F64 = npt.NDArray[np.float64]
@@ -27,19 +27,24 @@ class KindStats:
         self.count: list[I64] = []
         self.blocked: list[F64] = []
         self.size: list[F64] = []
+        self.noise: list[float] = []
+        self.own: list[npt.NDArray[np.float32]] = []  # [rank, instance], sampled
 
 
 class Verdicts:
     """[member] figures of the last closed window, and what outlives it."""
 
-    def __init__(self, members: int) -> None:
-        self.own = np.full(members, np.nan)
-        self.ratio = np.full(members, np.nan)
+    def __init__(self, members: int, min_gain: float = straggler.MIN_GAIN) -> None:
+        """min_gain: share of the time that fixing a rank must give back, or it is not named."""
+        self._min_gain = min_gain
+        # Members are set by `forget` when they are given: until then their memory is not touched.
+        self.own = np.zeros(members)
+        self.ratio = np.zeros(members)
         self.named = np.zeros(members, bool)
         self.klass = np.zeros(members, np.int64)
         self.confidence = np.zeros(members)
         self._streak = np.zeros(members, np.int64)
-        self._history = np.full((members, straggler.HISTORY), np.nan)
+        self._history = np.zeros((members, straggler.HISTORY))
 
     def forget(self, base: int, ranks: int) -> None:
         members = slice(base, base + ranks)
@@ -72,30 +77,27 @@ class Verdicts:
         slots, base, rows (timed instances), span_ns, kinds (what the kind numbers mean): one entry
         per communicator.
         """
-        median, mean, samples = _combine(stats, slots, ranks)
+        median, mean, samples, noise = _combine(stats, slots, ranks)
         members = base[:, None] + np.arange(ranks)
         few = samples < straggler.MIN_SAMPLES
         median[few] = np.nan
         mean[samples < straggler.MIN_SAMPLES_MEAN] = np.nan
         history = self._history[members]
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio, score, center = straggler.compare(median, history)
-            ratio2, score2, center2 = straggler.compare(mean, history)
-            per_span = (rows / np.maximum(span_ns, 1.0))[:, None]
-            cost, cost2 = (median - center) * per_span, (mean - center2) * per_span
-        by_median = straggler.candidates(ratio, score, samples, cost, straggler.MIN_SAMPLES)
+            ratio, score = straggler.compare(median, history, noise)
+            ratio2, score2 = straggler.compare(mean, history, noise)
+            by_median = straggler.candidates(ratio, score, samples, straggler.MIN_SAMPLES)
         alone = (~np.isnan(median)).sum(axis=1, keepdims=True) < 3
-        by_mean = ~alone & straggler.candidates(
-            ratio2, score2, samples, cost2, straggler.MIN_SAMPLES_MEAN
-        )
+        by_mean = ~alone & straggler.candidates(ratio2, score2, samples, straggler.MIN_SAMPLES_MEAN)
+        suspects = by_median | by_mean | self.named[members]
+        gains = _gains(stats, slots, suspects) * (rows / np.maximum(span_ns, 1.0))[:, None]
+        worth = gains >= self._min_gain
         use_mean = by_mean & ~by_median
         shown = np.where(use_mean, ratio2, ratio)
-        candidate = by_median | by_mean
+        candidate = (by_median | by_mean) & worth
         with np.errstate(invalid="ignore"):
-            calm = ~(
-                (np.fmax(ratio, ratio2) >= straggler.RATIO_CLEAR)
-                & (np.fmax(cost, cost2) >= straggler.MIN_COST / 2)
-            )
+            slow = np.fmax(ratio, ratio2) >= straggler.RATIO_CLEAR
+            calm = ~(slow & (gains >= self._min_gain / 2))
         named, streak = straggler.settle(
             self.named[members], self._streak[members], candidate, calm
         )
@@ -104,7 +106,7 @@ class Verdicts:
         best = np.nan_to_num(np.fmax(score, score2), nan=0.0)
         trust = np.clip(best / (2 * straggler.SCORE), 0, 1) * np.clip(samples / 30, 0, 1)
         self.confidence[members] = np.where(named, trust, 0.0)
-        self._remember(members, median, candidate | named)
+        self._remember(members, median, by_median | by_mean | named)
         self._classify(stats, slots, members, named, candidate, use_mean, kinds)
 
     def _remember(self, members: I64, median: F64, slow: npt.NDArray[np.bool_]) -> None:
@@ -147,13 +149,16 @@ class Verdicts:
             self.klass[member] = straggler.classify(found, int(rank))
 
 
-def _combine(stats: dict[int, KindStats], slots: list[int], ranks: int) -> tuple[F64, F64, I64]:
+def _combine(
+    stats: dict[int, KindStats], slots: list[int], ranks: int
+) -> tuple[F64, F64, I64, F64]:
     """Own time per operation over the kinds, each weighted by how often it occurred.
 
-    -> (median, mean, samples) [C, rank].
+    -> (median, mean, samples) [C, rank], noise [C, 1].
     """
     median, mean = np.full((2, len(slots), ranks), np.nan)
     samples = np.zeros((len(slots), ranks), np.int64)
+    noise = np.zeros((len(slots), 1))
     for i, slot in enumerate(slots):
         s = stats[slot]
         weight = np.array(s.instances, dtype=np.float64)
@@ -161,7 +166,20 @@ def _combine(stats: dict[int, KindStats], slots: list[int], ranks: int) -> tuple
         median[i] = share @ np.array(s.median)
         mean[i] = share @ np.array(s.mean)
         samples[i] = np.sum(s.count, axis=0)
-    return median, mean, samples
+        noise[i] = share @ np.array(s.noise)
+    return median, mean, samples, noise
+
+
+def _gains(stats: dict[int, KindStats], slots: list[int], suspects: npt.NDArray[np.bool_]) -> F64:
+    """[C, rank] time per operation that fixing a suspect gives back, ns; 0 for the others."""
+    gains = np.zeros(suspects.shape)
+    for i in np.flatnonzero(suspects.any(axis=1)).tolist():
+        s = stats[slots[i]]
+        chosen = np.flatnonzero(suspects[i])
+        share = np.array(s.instances) / np.sum(s.instances)
+        parts = [straggler.gain(own_time, chosen) for own_time in s.own]
+        gains[i, chosen] = share @ np.array(parts)
+    return gains
 
 
 def kind_stats(blocks: list[OwnBlock]) -> dict[int, KindStats]:
@@ -212,6 +230,7 @@ def _chunk(
     missing = np.isnan(own_time)
     blocked[missing], size[missing] = 0, 0
     median, mean, samples = own.medians(own_time)
+    noise = own.noise(own_time)
     some = np.maximum(samples, 1)
     blocked_mean = blocked.sum(axis=-1, dtype=np.float64) / some
     size_mean = size.sum(axis=-1, dtype=np.float64) / some
@@ -224,3 +243,5 @@ def _chunk(
         s.count.append(samples[:, i])
         s.blocked.append(blocked_mean[:, i])
         s.size.append(size_mean[:, i])
+        s.noise.append(float(noise[i]))
+        s.own.append(own_time[:, i, : int(count[i])])

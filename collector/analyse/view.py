@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import moe, ops, reasons, totals
+from lanterne.collector.analyse import moe, reasons
 from lanterne.collector.analyse import window as w
-from lanterne.collector.analyse.registry import Node, Slot
+from lanterne.collector.analyse.figures import Figures
+from lanterne.collector.analyse.operations import operations, waits
+from lanterne.collector.analyse.who import Node
+from lanterne.collector.batch import Head
 from lanterne.collector.snapshot import (
-    EVIDENCE,
     CommunicatorView,
     GpuView,
-    Histogram,
+    Later,
     NodeView,
     Ranks,
     Snapshot,
@@ -41,7 +43,8 @@ def build(
 ) -> Snapshot:
     """Render everything at once; `engine` is not changed."""
     live = [(n, s) for n, s in enumerate(engine.registry.slots) if s is not None]
-    figures = _Figures(engine, live)
+    figures = Figures(engine, live)
+    heads = tuple(node.head for node in engine.registry.nodes)
     nodes = tuple(_node(engine, node, connected) for node in engine.registry.nodes)
     return Snapshot(
         taken_at=now,
@@ -49,59 +52,14 @@ def build(
         nodes=nodes,
         communicators=tuple(_communicator(engine, figures, i) for i in range(len(live))),
         ranks=_ranks(engine, figures),
-        gpus=_gpus(engine),
-        processes=tuple(chain.from_iterable(n.batch.processes for n in engine.registry.nodes)),
+        gpus=Later(lambda: _gpus(heads)),
+        processes=Later(lambda: tuple(chain.from_iterable(h.processes for h in heads))),
         ingest={**ingest, **engine.engine_counts()},
         refused=dict(refused),
     )
 
 
-class _Figures:
-    """Per live communicator and per member, worked out once for both views."""
-
-    def __init__(self, engine: Engine, live: list[tuple[int, Slot]]) -> None:
-        window, registry = engine.window, engine.registry
-        self.live = live
-        self.slots = np.array([n for n, _ in live], dtype=np.int64)
-        bases = np.array([s.base for _, s in live], dtype=np.int64)
-        sizes = np.array([s.ranks for _, s in live], dtype=np.int64)
-        self.comm = np.repeat(np.arange(len(live)), sizes)
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(live) else np.zeros(0, int)
-        self.rank = np.arange(len(self.comm)) - np.repeat(starts, sizes)
-        self.member = np.repeat(bases, sizes) + self.rank
-        seen = registry.process[self.member] >= 0
-        self.comm, self.rank, self.member = self.comm[seen], self.rank[seen], self.member[seen]
-        self.seen = np.bincount(self.comm, minlength=len(live))
-        self.outcome = window.current.outcome[self.slots] + window.closed.outcome[self.slots]
-        evidence = window.current.evidence[self.slots] + window.closed.evidence[self.slots]
-        # What most instances rest on; on a tie the better evidence.
-        self.evidence = np.where(evidence.any(axis=1), evidence.argmax(axis=1), 0)
-        self.evidence[~reasons.shown(self.outcome)] = 0
-        self.span = window.spans()[self.slots]
-        of = self.evidence[self.comm]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            span = np.where(self.span > 0, self.span, np.nan)[self.comm]
-            wait = window.current.wait[of, self.member] + window.closed.wait[of, self.member]
-            blame = window.current.blame[of, self.member] + window.closed.blame[of, self.member]
-            self.wait_share = np.where(of > 0, np.clip(wait / span, 0, 1), np.nan)
-            self.blame_share = np.where(of > 0, np.clip(blame / span, 0, 1), np.nan)
-        shares = np.bincount(self.comm, np.nan_to_num(self.wait_share), minlength=len(live))
-        self.mean_share = shares / np.maximum(self.seen, 1)
-        self.blame_known = np.nan_to_num(self.blame_share)
-        self.histograms = _by_slot(engine.summaries)
-        self.waits = _by_slot(engine.waits)
-
-
-def _by_slot(table: totals.Grouped) -> dict[int, list[tuple[int, int, int, I64]]]:
-    """slot -> (op, role, evidence, values) rows."""
-    found: dict[int, list[tuple[int, int, int, I64]]] = {}
-    for key, row in table.index.items():
-        slot, op, role, evidence = totals.unkey(key)
-        found.setdefault(slot, []).append((op, role, evidence, table.values[row]))
-    return found
-
-
-def _ranks(engine: Engine, f: _Figures) -> Ranks:
+def _ranks(engine: Engine, f: Figures) -> Ranks:
     window, registry, v = engine.window, engine.registry, engine.verdicts
     of = f.evidence[f.comm]
     known = of > 0
@@ -138,7 +96,7 @@ def _texts(numbers: npt.NDArray[np.int32]) -> tuple[str, ...]:
     return tuple(map(texts.__getitem__, inverse.tolist()))
 
 
-def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
+def _communicator(engine: Engine, f: Figures, i: int) -> CommunicatorView:
     number, slot = f.live[i]
     window = engine.window
     low, high = np.searchsorted(f.comm, [i, i + 1])
@@ -148,7 +106,7 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
     if evidence and len(blames) and float(blames.max()) >= MIN_BLAME:
         waits_for = int(f.rank[low + int(blames.argmax())])
     instances = int(window.instances[number])
-    durations, calls, dispatch, combine = _operations(f.histograms.get(number, []))
+    durations, calls, dispatch, combine = operations(f.histograms.get(number, []))
     matrix = engine.traffic.matrix(number)
     absent_code, absent_text = "", ""
     if not evidence:
@@ -176,7 +134,7 @@ def _communicator(engine: Engine, f: _Figures, i: int) -> CommunicatorView:
         waits_for=waits_for,
         last_end_ns=int(window.last_end[number]),
         durations=durations,
-        waits=_waits(f.waits.get(number, [])),
+        waits=waits(f.waits.get(number, [])),
         calls=calls,
         dispatch=dispatch,
         combine=combine,
@@ -207,76 +165,30 @@ def _clock_error(engine: Engine, members: I64) -> float:
     for number in np.unique(engine.registry.node[members]).tolist():
         if number < 0:
             continue
-        estimate = engine.clock_of(engine.registry.nodes[number].batch)
+        estimate = engine.clock_of(engine.registry.nodes[number].head)
         worst = max(worst, math.inf if estimate is None else estimate.error_ns / NS)
     return worst
 
 
-Durations = dict[tuple[str, str], Histogram]
-Calls = dict[tuple[str, str], tuple[int, int, int]]
-Halves = tuple[dict[str, Histogram], dict[str, Histogram]]
-
-
-def _operations(
-    rows: list[tuple[int, int, int, I64]],
-) -> tuple[
-    Durations,
-    dict[tuple[str, str], tuple[int, int, int]],
-    dict[str, Histogram],
-    dict[str, Histogram],
-]:
-    """-> durations and calls by (op, source), dispatch and combine by source."""
-    durations: Durations = {}
-    calls: Calls = {}
-    halves: Halves = ({}, {})
-    for op, role, evidence, values in rows:
-        source = EVIDENCE[evidence]
-        kind = (ops.name(op), source)
-        before = calls.get(kind, (0, 0, 0))
-        head = values[: totals.DURATION].tolist()
-        calls[kind] = (before[0] + head[0], before[1] + head[1], before[2] + head[2])
-        if evidence not in (ops.DEVICE, ops.BLOCKING):
-            continue
-        new = Histogram(values[4:].copy(), int(values[totals.DURATION]) / NS)
-        durations[kind] = _add(durations.get(kind), new)
-        if role:
-            half = halves[role - 1]
-            half[source] = _add(half.get(source), new)
-    return durations, calls, halves[0], halves[1]
-
-
-def _add(a: Histogram | None, b: Histogram) -> Histogram:
-    if a is None:
-        return b
-    return Histogram(a.bins + b.bins, a.sum_seconds + b.sum_seconds)
-
-
-def _waits(rows: list[tuple[int, int, int, I64]]) -> Durations:
-    return {
-        (ops.name(op), EVIDENCE[evidence]): Histogram(values[1:].copy(), int(values[0]) / NS)
-        for op, _, evidence, values in rows
-    }
-
-
 def _node(engine: Engine, node: Node, connected: Collection[str] | None) -> NodeView:
-    batch = node.batch
-    estimate = engine.clock_of(batch)
+    head = node.head
+    estimate = engine.clock_of(head)
     return NodeView(
         name=node.name,
-        epoch=batch.epoch,
-        agent_version=batch.agent_version,
+        epoch=head.epoch,
+        agent_version=head.agent_version,
         connected=True if connected is None else node.name in connected,
-        last_window_end=(batch.end_ns + batch.realtime_offset_ns) / NS,
+        last_window_end=(head.end_ns + head.realtime_offset_ns) / NS,
         clock_offset_seconds=math.nan if estimate is None else estimate.offset_ns / NS,
         clock_error_seconds=math.nan if estimate is None else estimate.error_ns / NS,
-        health=batch.health,
-        events_lost=batch.events_lost,
-        sources=batch.sources,
-        libraries_failed=batch.libraries_failed,
+        health=head.health,
+        events_lost=head.events_lost,
+        sources=head.sources,
+        libraries_failed=head.libraries_failed,
     )
 
 
-def _gpus(engine: Engine) -> tuple[GpuView, ...]:
+def _gpus(heads: tuple[Head, ...]) -> tuple[GpuView, ...]:
     return tuple(
         GpuView(
             node=number,
@@ -287,6 +199,6 @@ def _gpus(engine: Engine) -> tuple[GpuView, ...]:
             values=gpu.values,
             throttle_reasons=gpu.throttle_reasons,
         )
-        for number, node in enumerate(engine.registry.nodes)
-        for gpu in node.batch.gpus
+        for number, head in enumerate(heads)
+        for gpu in head.gpus
     )

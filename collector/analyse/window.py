@@ -79,7 +79,7 @@ class Window:
         self.current, self.closed = Pane(slots, members), Pane(slots, members)
         self.wait_total = np.zeros((4, members))
         self.blame_total = np.zeros((4, members))
-        self.comm_total = np.full(members, np.nan)
+        self.comm_total = np.zeros(members)  # NaN: no durations; set by `forget`
         self.compute_total = np.zeros(members)
         self.instances = np.zeros(slots, np.int64)
         self.complete_total = np.zeros(slots, np.int64)

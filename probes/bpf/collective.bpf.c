@@ -4,6 +4,8 @@
 /* Functions of ncclFunc_t whose root field means something: the others leave it at 0. */
 #define HAS_PEER ((1 << 0) | (1 << 1) | (1 << 6) | (1 << 7) | (1 << 9) | (1 << 10) | (1 << 12) | \
 		  (1 << 13))
+#define FUNC_SEND 6
+#define FUNC_RECV 7
 /* Point to point or one-sided: SendRecv, Send, Recv, PutSignal, Signal, WaitSignal. */
 #define IS_P2P ((1 << 5) | (1 << 6) | (1 << 7) | (1 << 12) | (1 << 13) | (1 << 14))
 
@@ -295,15 +297,16 @@ struct open_call {
 };
 BPF_HASH(open_calls, u64, struct open_call, 8192);
 
-/* One record per peer with the bytes that this rank sends to it, all with the number and group
- * of the call, whose own record follows at its return. */
-static inline void tell_vector(const struct lanterne_record *call, u64 vector, u32 n_ranks)
+/* One record per peer with the bytes that this rank sends to it or receives from it, all with the
+ * number and group of the call, whose own record follows at its return. */
+static inline void tell_vector(const struct lanterne_record *call, u64 vector,
+			       const struct lanterne_comm *comm, u8 func)
 {
 	struct lanterne_record *r;
 	u64 bytes;
 
 	for (u32 peer = 0; peer < LANTERNE_PEERS; peer++) {
-		if (peer >= n_ranks)
+		if (peer >= EACH_TIME(comm->n_ranks))
 			break;
 		if (bpf_probe_read_user(&bytes, 8, (void *)(vector + 8 * peer))) {
 			count(LANTERNE_N_LOST_READ);
@@ -317,7 +320,7 @@ static inline void tell_vector(const struct lanterne_record *call, u64 vector, u
 		__builtin_memcpy(r, call, sizeof(*r));
 		r->count = bytes;
 		r->peer = peer;
-		r->func = 6; /* Send */
+		r->func = func;
 		r->dtype = 255;
 		r->flags = LANTERNE_F_P2P | LANTERNE_F_BYTES | LANTERNE_F_BLOCKING;
 		ring.ringbuf_submit(r, NO_WAKEUP);
@@ -330,7 +333,7 @@ int pair_entry(struct pt_regs *ctx)
 	u32 probe = (u32)bpf_get_attach_cookie(ctx);
 	u64 id = bpf_get_current_pid_tgid();
 	struct lanterne_row *row = row_of(probe);
-	struct open_call *open = open_calls.lookup(&id), fresh;
+	struct open_call *open = open_calls.lookup(&id), fresh = {};
 	struct call call;
 	u64 vector;
 
@@ -351,18 +354,27 @@ int pair_entry(struct pt_regs *ctx)
 	call.probe = (u16)probe;
 	if (identify(ctx, row, &call))
 		return 0;
-	fill_from_arguments(&fresh.record, row, &call);
+	/* Filled in place: what stands in a map is not part of the verifier's state, which before
+	 * 6.8 would otherwise grow beyond its limit. */
+	if (!open) {
+		open_calls.update(&id, &fresh);
+		open = open_calls.lookup(&id);
+		if (!open) {
+			count(LANTERNE_N_LOST_SCRATCH);
+			return 0;
+		}
+	}
+	fill_from_arguments(&open->record, row, &call);
 	if (row->source[LANTERNE_VECTOR].kind &&
 	    !fetch(&call.arguments, &row->source[LANTERNE_VECTOR], &vector)) {
-		fresh.record.group = next_group();
-		tell_vector(&fresh.record, vector, call.comm->n_ranks);
+		open->record.group = next_group();
+		tell_vector(&open->record, vector, call.comm, FUNC_SEND);
+		if (row->source[LANTERNE_RECEIVE_VECTOR].kind &&
+		    !fetch(&call.arguments, &row->source[LANTERNE_RECEIVE_VECTOR], &vector))
+			tell_vector(&open->record, vector, call.comm, FUNC_RECV);
 	}
-	fresh.sp = ctx->sp;
-	fresh.open = 1;
-	if (open)
-		__builtin_memcpy(open, &fresh, sizeof(fresh));
-	else if (open_calls.update(&id, &fresh))
-		count(LANTERNE_N_LOST_SCRATCH);
+	open->sp = ctx->sp;
+	open->open = 1;
 	return 0;
 }
 

@@ -150,11 +150,10 @@ static inline void tell_pending(u64 id, u32 number)
 static inline void tell_all(struct lanterne_comm_event *e)
 {
 	u64 slot = e->slot, comm;
-	u32 n = e->n_ranks;
 
 	e->flags |= LANTERNE_CF_RANK;
 	for (u32 i = 0; i < LANTERNE_PENDING; i++) {
-		if (i >= n)
+		if (i >= EACH_TIME(e->n_ranks))
 			break;
 		comm = 0;
 		bpf_probe_read_user(&comm, 8, (void *)(slot + 8 * i));

@@ -30,16 +30,14 @@ int group_end_return(struct pt_regs *ctx)
 {
 	u64 id = bpf_get_current_pid_tgid();
 	struct lanterne_thread *t = thread_of(id);
-	u32 pending;
 
 	if (!t || t->depth || !t->pending)
 		return 0;
-	pending = t->pending;
-	t->pending = 0;
 	for (u32 i = 0; i < LANTERNE_PENDING; i++) {
-		if (i >= pending)
+		if (i >= EACH_TIME(t->pending))
 			break;
 		tell_pending(id, i);
 	}
+	t->pending = 0;
 	return 0;
 }

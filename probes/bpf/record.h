@@ -22,10 +22,11 @@
  * in the ring in the order of their ends; a pair that an exception has left goes out without
  * LANTERNE_F_PAIR when its thread makes the next call.
  *
- * gloo::alltoallv writes, at entry, one record per peer (64 at most, itself included): func Send,
- * flags P2P | BYTES | BLOCKING, count = bytes for that peer, with the seq of the collective lane
- * and the probe of the call itself, and a group of its own. The call's record (func AllToAllV,
- * count = all bytes sent) follows at return with the same seq and group, without LANTERNE_F_GROUP.
+ * gloo::alltoallv writes, at entry, one record per peer (64 at most, itself included) of func
+ * Send with the bytes for it, then likewise of func Recv with the bytes from it, flags P2P | BYTES |
+ * BLOCKING, with the seq of the collective lane and the probe of the call itself, and a group of
+ * its own. The call's record (func AllToAllV, count = all bytes sent) follows at return with the
+ * same seq and group, without LANTERNE_F_GROUP.
  *
  * count follows NCCL's API also for gloo's bytes: per rank for all-gather and gather, per peer for
  * all-to-all and scatter. What could not be read is 0 (count, stream), 255 (dtype), -1 (peer).

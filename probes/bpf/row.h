@@ -36,7 +36,8 @@ enum lanterne_field {
 	LANTERNE_KEY,
 	LANTERNE_ID,     /* address of the 128-byte unique id */
 	LANTERNE_CONFIG, /* ncclConfig_t pointer */
-	LANTERNE_VECTOR, /* first element of the per-peer byte counts (u64 each) */
+	LANTERNE_VECTOR, /* first element of the bytes sent per peer (u64 each) */
+	LANTERNE_RECEIVE_VECTOR, /* likewise of the bytes received */
 	LANTERNE_FIELDS,
 };
 
@@ -54,7 +55,7 @@ struct lanterne_row {
 };
 
 _Static_assert(sizeof(struct lanterne_source) == 12, "rows.SOURCE mirrors this");
-_Static_assert(sizeof(struct lanterne_row) == 172, "rows.ROW mirrors this");
+_Static_assert(sizeof(struct lanterne_row) == 184, "rows.ROW mirrors this");
 
 /* State of one thread, one cache line; `threads` is scanned by the agent to free the dead. */
 struct lanterne_thread {
@@ -87,7 +88,7 @@ _Static_assert(sizeof(struct lanterne_comm) == 40, "rows.COMM mirrors this");
 #define LANTERNE_THREADS 16384 /* sets of 4 */
 #define LANTERNE_COMMS   16384 /* sets of 4 */
 #define LANTERNE_ROWS    128
-#define LANTERNE_PEERS   64    /* per-peer records of one call, at most */
+#define LANTERNE_PEERS   64    /* peers of one call that are told, at most */
 #define LANTERNE_PENDING 64    /* communicators created in one group that are looked at again */
 
 #endif

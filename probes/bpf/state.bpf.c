@@ -24,6 +24,10 @@ BPF_PERCPU_ARRAY(counters, u64, 16);
 BPF_ARRAY(group_number, u64, 1);
 BPF_HASH(cuda, u32, struct lanterne_cuda, 4096);
 
+/* A bound of a loop, read from memory in every round. Otherwise the compiler takes the minimum of
+ * both bounds and compares with !=, where verifiers before 6.8 see no end; and with a bound in a
+ * register every way out of the loop is a state of its own for them. */
+#define EACH_TIME(bound) (*(const volatile u32 *)&(bound))
 
 /* Atomic: a uprobe program can be preempted by another one on the same CPU. */
 static inline void count(u32 which)

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse.engine import Engine, EngineConfig
-from lanterne.collector.batch import decode
+from lanterne.collector.analyse.engine import Engine
+from lanterne.collector.analyse.settings import EngineConfig
+from lanterne.collector.decode import decode
 from lanterne.proto import telemetry_pb2 as pb
 
 RANKS_PER_NODE = 8
@@ -63,7 +64,7 @@ def encode(
             evidence=(u8 + 2).tobytes(),
             count=(u64 + np.uint64(rows // op_rows)).tobytes(),
             errors=u64.tobytes(),
-            bytes=u64.tobytes(),
+            payload_bytes=u64.tobytes(),
             duration_sum_ns=(u64 + np.uint64(10**8)).tobytes(),
             duration_min_ns=(u64 + np.uint64(10**6)).tobytes(),
             duration_max_ns=(u64 + np.uint64(10**6)).tobytes(),
@@ -118,7 +119,7 @@ def node_batch(
         "flags": np.zeros(rows, "u1"),
         "arrival_ns": arrival.ravel().astype("<u8"),
         "duration_ns": (end[:, None] - arrival).ravel().astype("<u8"),
-        "bytes": np.full(rows, 1 << 20, "<u8"),
+        "payload_bytes": np.full(rows, 1 << 20, "<u8"),
         "sync_blocked_ns": np.zeros(rows, "<u8"),
     }
     return encode(node, window + 1, comms, instances)

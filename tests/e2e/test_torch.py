@@ -73,3 +73,12 @@ def test_slow_rank_is_named_and_waits_agree(stack: Stack, tmp_path: Path) -> Non
     for rank in range(RANKS):
         assert reported[rank] == pytest.approx(truth[rank], rel=0.10, abs=0.05 * largest), rank
     assert np.argmin(reported) == slow
+    steps = len(job.truth()[0]["calls"]) // 4
+    for half in ("dispatch", "combine"):
+        # Every one of them and nothing else: the exchange of counts before it has equal parts.
+        assert (
+            stack.collector_metrics().total(
+                f"lanterne_moe_{half}_duration_seconds_count", workload="w", source="blocking"
+            )
+            == steps * RANKS
+        ), half

@@ -62,10 +62,27 @@ def perf() -> Iterator[Loaded]:
 
 
 @pytest.fixture
+def method(request: pytest.FixtureRequest) -> str:
+    """``parametrize("method", ["multi", "perf"], indirect=True)``: what the kernel has of them."""
+    support = probe_support()
+    if not {"multi": support.uprobe_multi, "perf": support.perf_uprobe}[request.param]:
+        pytest.skip(f"this kernel has not the method {request.param}")
+    return str(request.param)
+
+
+@pytest.fixture
+def either(request: pytest.FixtureRequest) -> Loaded:
+    """What the agent would take: multi-uprobes, or perf events on an older kernel."""
+    found: Loaded = request.getfixturevalue("multi" if probe_support().uprobe_multi else "perf")
+    return found
+
+
+@pytest.fixture
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    """Multi-uprobes, or what a test asks for with ``parametrize("loaded", ..., indirect=True)``:
-    perf events are slow to place, so only some tests run with both."""
-    found: Loaded = request.getfixturevalue(getattr(request, "param", "multi"))
+    """What the agent would take, or what a test asks for with
+    ``parametrize("loaded", ["multi", "perf"], indirect=True)``: perf events are slow to place, so
+    only some tests run with both."""
+    found: Loaded = request.getfixturevalue(getattr(request, "param", "either"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,20 @@ def test_launches_are_counted_and_not_recorded(cuda: Any) -> None:
     assert row["launches"] == 10 * len(launches)
     assert row["graph_launches"] == 3 * len(graphs)
     assert row["syncs"] == 0
+
+
+def test_rows_of_processes_that_have_ended_are_dropped(cuda: Any, tmp_path: Path) -> None:
+    """Ended is what has no folder in the /proc that the agent looks at."""
+    cuda.caller.call("cuLaunchKernel", times=3)
+    proc = tmp_path / "proc"
+    (proc / str(cuda.caller.pid)).mkdir(parents=True)
+    programs = cuda.loaded.programs
+    assert set(programs.cuda(proc)) == {cuda.caller.pid}
+    (proc / str(cuda.caller.pid)).rmdir()
+    assert not programs.cuda(proc)
+    assert cuda.caller.pid not in programs.cuda()
+    cuda.caller.call("cuLaunchKernel", times=2)
+    assert programs.cuda()[cuda.caller.pid]["launches"] == 2
 
 
 def test_synchronise(cuda: Any) -> None:

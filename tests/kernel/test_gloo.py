@@ -86,19 +86,23 @@ def test_unreadable_context_has_no_rank(gloo: Any) -> None:
 
 @pytest.mark.parametrize(("ranks", "told"), [(4, 4), (100, 64)])
 def test_vector_all_to_all(gloo: Any, ranks: int, told: int) -> None:
-    """One record per peer (64 at most), then the call's own, all with one number and group."""
+    """Two records per peer (64 at most), then the call's own, all with one number and group."""
     caller, row = gloo.caller, BY_FUNC[Func.ALL_TO_ALL_V]
     comm = context(caller, 1, ranks)
     lengths = [1000 + i for i in range(ranks)]
-    vector = caller.memory(struct.pack(f"<{ranks}Q", *lengths))
-    caller.call(row.symbol, options(caller, row, comm, count=sum(lengths), vector=vector))
+    back = [7 * i for i in range(ranks)]
+    vector, receive = (caller.memory(struct.pack(f"<{ranks}Q", *v)) for v in (lengths, back))
+    values = {"count": sum(lengths), "vector": vector, "receive_vector": receive}
+    caller.call(row.symbol, options(caller, row, comm, **values))
     records = gloo.records()
-    assert len(records) == told + 1
-    sends, call = records[:-1], records[-1]
-    assert (sends["func"] == Func.SEND).all()
-    assert sends["peer"].tolist() == list(range(told))
-    assert sends["count"].tolist() == lengths[:told]
-    assert (sends["flags"] == Flag.P2P | Flag.BYTES | Flag.BLOCKING).all()
+    assert len(records) == 2 * told + 1
+    parts, call = records[:-1], records[-1]
+    for half, func, expected in ((0, Func.SEND, lengths), (1, Func.RECV, back)):
+        mine = parts[half * told : (half + 1) * told]
+        assert (mine["func"] == func).all()
+        assert mine["peer"].tolist() == list(range(told))
+        assert mine["count"].tolist() == expected[:told]
+    assert (parts["flags"] == Flag.P2P | Flag.BYTES | Flag.BLOCKING).all()
     assert (call["func"], call["count"]) == (Func.ALL_TO_ALL_V, sum(lengths))
     assert set(records["group"].tolist()) == {int(call["group"])} != {0}
     assert set(records["seq"].tolist()) == {0}

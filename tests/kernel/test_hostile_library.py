@@ -19,7 +19,7 @@ def broken(good: bytes) -> dict[str, bytes]:
     sections = bytearray(good)
     struct.pack_into("<H", sections, 60, 0xFFFF)
     machine = bytearray(good)
-    struct.pack_into("<H", machine, 18, 183)
+    struct.pack_into("<H", machine, 18, 8)  # MIPS
     behind = bytearray(good)
     struct.pack_into("<Q", behind, 40, 1 << 62)
     return {
@@ -33,10 +33,10 @@ def broken(good: bytes) -> dict[str, bytes]:
     }
 
 
-def test_each_is_reported_and_the_good_one_attached(multi: Any, tmp_path: Path) -> None:
+def test_each_is_reported_and_the_good_one_attached(either: Any, tmp_path: Path) -> None:
     good = compile_stub(tmp_path / "good", "nccl", enqueue=False)
     contents = broken(good.read_bytes())
-    with Caller(good) as caller, multi.attacher(tmp_path) as attacher:
+    with Caller(good) as caller, either.attacher(tmp_path) as attacher:
         for index, content in enumerate(contents.values()):
             path = tmp_path / f"bad{index}" / "libnccl.so.2"
             path.parent.mkdir()
@@ -50,15 +50,15 @@ def test_each_is_reported_and_the_good_one_attached(multi: Any, tmp_path: Path) 
         for library in scan.new_libraries:
             assert (library.state == "failed") == bool(library.error)
         caller.call("call_all_gather", 3, 0x5550)
-        assert len(multi.records(caller.pid)) == 3
+        assert len(either.records(caller.pid)) == 3
         assert not attacher.scan().failed  # not again at every scan
 
 
-def test_file_replaced_by_a_fifo_or_a_dangling_link(multi: Any, tmp_path: Path) -> None:
+def test_file_replaced_by_a_fifo_or_a_dangling_link(either: Any, tmp_path: Path) -> None:
     """The process keeps its inode; what lies at the path now must not make the agent hang."""
     first = compile_stub(tmp_path / "a", "nccl", enqueue=False)
     second = compile_stub(tmp_path / "b", "nccl", enqueue=False)
-    with Caller(first) as one, Caller(second) as two, multi.attacher(tmp_path) as attacher:
+    with Caller(first) as one, Caller(second) as two, either.attacher(tmp_path) as attacher:
         first.unlink()
         os.mkfifo(first)
         second.unlink()
@@ -68,14 +68,14 @@ def test_file_replaced_by_a_fifo_or_a_dangling_link(multi: Any, tmp_path: Path) 
         for caller in (one, two):
             caller.call("call_all_gather", 1, 0x5550)
             # Reading for one drops the other's record: ask in the order of the calls.
-            assert len(multi.records(caller.pid)) == 1
+            assert len(either.records(caller.pid)) == 1
 
 
-def test_library_without_known_functions(multi: Any, tmp_path: Path) -> None:
+def test_library_without_known_functions(either: Any, tmp_path: Path) -> None:
     path = compile_stub(tmp_path / "lib", "cuda")
     renamed = path.with_name("libnccl.so.2")
     path.rename(renamed)
-    with Caller(renamed), multi.attacher(tmp_path) as attacher:
+    with Caller(renamed), either.attacher(tmp_path) as attacher:
         (library,) = attacher.scan().new_libraries
         assert library.state == "nothing_to_probe"
         assert library.error

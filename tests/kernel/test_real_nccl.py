@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from lanterne.agent import elf
-from lanterne.agent.attach import Attacher, examine
+from lanterne.agent import libnccl
+from lanterne.agent.attach import Attacher
 from lanterne.agent.commhash import unique_id_hash
 from lanterne.agent.kernel import Programs, load
+from lanterne.agent.library import examine
 from lanterne.agent.ring import Ring
 from lanterne.probes.layout import COMM_EVENT, RECORD, CommFlag, CommKind, Flag, Func
 
@@ -193,7 +194,7 @@ def test_offsets_of_the_communicator_agree(
 ) -> None:
     """By build id, and by the getters' machine code, with the library's own DWARF."""
     if source == "getters":
-        monkeypatch.setattr(elf, "_RANK_BY_BUILD_ID", {})
+        monkeypatch.setattr(libnccl, "_RANK_BY_BUILD_ID", {})
     truth = dwarf_offsets(library)
     with library.open("rb") as file:
         found = examine(file.fileno(), "nccl", str(library), str(library)).comm_offsets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.rig.build import build
 from tests.rig.known import result, seen_by_probes, start_calls
 
 pytestmark = pytest.mark.kernel
+
+TINY = mmap.PAGESIZE
 
 NAMES = {
     Func.ALL_REDUCE: "ncclAllReduce",
@@ -55,28 +58,28 @@ def told_events(events: np.ndarray) -> Counter[CommKind]:
 
 
 @pytest.mark.parametrize("variant", ["normal", "stripped", "old"])
-def test_every_count(multi: Any, variant: str) -> None:
+def test_every_count(either: Any, variant: str) -> None:
     paths = build(variant)
-    with Caller(paths.nccl), multi.attacher(paths.root) as attacher:
+    with Caller(paths.nccl), either.attacher(paths.root) as attacher:
         attacher.scan()
         (library,) = [one for one in attacher.libraries.values() if one.kind == "nccl"]
         assert library.nccl_version == (22105 if variant == "old" else 22809)
         by_check = catalog.ENQUEUE_CHECK_ID in {site.row for site in library.sites}
         assert by_check == (variant != "stripped")
         assert library.comm_offsets is not None
-        multi.ring.drain(1 << 20)
-        multi.comm_ring.drain(1 << 20)
-        before = multi.programs.counters()
+        either.ring.drain(1 << 20)
+        either.comm_ring.drain(1 << 20)
+        before = either.programs.counters()
         with start_calls("--known", "--ranks=3", "--repeat=4", paths=paths) as process:
             calls = result(process)["calls"]
-            records, events = multi.records(process.pid), multi.events(process.pid)
+            records, events = either.records(process.pid), either.events(process.pid)
     seen = seen_by_probes(calls)
     found = Counter(Func(int(func)) for func in records["func"])
     assert {NAMES[func]: count for func, count in found.items()} == {
         name: seen[name] for name in NAMES.values() if seen[name]
     }
     assert len(records) == seen["ncclEnqueueCheck"]
-    after = multi.programs.counters()
+    after = either.programs.counters()
     for cause in ("lost_ring", "lost_comm_ring", "lost_scratch", "lost_state", "lost_read"):
         assert after[cause] == before[cause]
     told = told_events(events)
@@ -99,15 +102,15 @@ def check_numbers(records: np.ndarray) -> None:
                 assert len(set(grouped["seq"][grouped["group"] == group].tolist())) == 1
 
 
-def test_identity_of_every_communicator(multi: Any) -> None:
+def test_identity_of_every_communicator(either: Any) -> None:
     """What the init calls tell is what the ranks know of themselves."""
     paths = build("normal")
-    with Caller(paths.nccl), multi.attacher(paths.root) as attacher:
+    with Caller(paths.nccl), either.attacher(paths.root) as attacher:
         attacher.scan()
-        multi.events(0)
+        either.events(0)
         with start_calls("--known", "--ranks=3", paths=paths) as process:
             result(process)
-            events = multi.events(process.pid)
+            events = either.events(process.pid)
     inits = events[(events["kind"] == CommKind.INIT) & (events["comm"] != 0)]
     assert len(inits) >= 3
     assert ((inits["flags"] & CommFlag.ID) != 0).all()
@@ -121,13 +124,13 @@ def test_tiny_ring(tmp_path: Path) -> None:
     """submitted = read + lost, on a job whose number of calls is known."""
     paths = build("normal")
     with (
-        load(ring_bytes=4096, comm_ring_bytes=4096) as programs,
-        Ring(programs.ring_fd, 4096, layout.RECORD) as ring,
+        load(ring_bytes=TINY, comm_ring_bytes=TINY) as programs,
+        Ring(programs.ring_fd, TINY, layout.RECORD) as ring,
         Attacher(programs, include=[f"{paths.root}/*"]) as attacher,
         Caller(paths.nccl),
     ):
         attacher.scan()
-        with start_calls("--known", "--ranks=3", "--repeat=20", paths=paths) as process:
+        with start_calls("--known", "--ranks=3", f"--repeat={TINY // 200}", paths=paths) as process:
             calls = result(process)["calls"]
         read = len(ring.drain())
         counts = programs.counters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from tests.kernel.stub import Caller, compile_stub
 
 pytestmark = pytest.mark.kernel
 
-TINY = 4096
-CALLS = 1000
+TINY = mmap.PAGESIZE
+CALLS = TINY // 4
+COMMS = TINY // 100
 
 
-@pytest.mark.parametrize("method", ["multi", "perf"])
+@pytest.mark.parametrize("method", ["multi", "perf"], indirect=True)
 def test_overflow_is_counted_exactly(method: str, tmp_path: Path) -> None:
     library = compile_stub(tmp_path, "nccl", enqueue=False)
     with (
@@ -41,19 +43,19 @@ def test_overflow_is_counted_exactly(method: str, tmp_path: Path) -> None:
         counts = programs.counters()
         assert counts["submitted"] == len(records) == ring.read == ring.submitted
         assert counts["lost_ring"] > 0
-        assert counts["submitted"] + counts["lost_ring"] == CALLS
+        assert counts["submitted"] + counts["lost_ring"] == CALLS // 10 * 10
         # Numbers are given before room is found, so that a gap shows what is missing.
         assert (np.diff(records["seq"].astype(int)) >= 1).all()
-        for comm in range(1, 41):
+        for comm in range(1, COMMS + 1):
             caller.call("call_all_gather", 1, comm * 4096)
         counts = programs.counters()
         events = comm_ring.drain()
         assert counts["comm_submitted"] == len(events)
-        assert counts["comm_submitted"] + counts["lost_comm_ring"] == 41
+        assert counts["comm_submitted"] + counts["lost_comm_ring"] == COMMS + 1
         assert counts["lost_comm_ring"] > 0
 
 
-def test_wrap_and_cap(multi: Any, tmp_path: Path) -> None:
+def test_wrap_and_cap(either: Any, tmp_path: Path) -> None:
     """Many times round a small ring, in drains that do not divide it."""
     library = compile_stub(tmp_path, "nccl", enqueue=False)
     with (
@@ -73,20 +75,20 @@ def test_wrap_and_cap(multi: Any, tmp_path: Path) -> None:
         assert programs.counters()["lost_ring"] == 0
 
 
-def test_more_communicators_than_room_is_counted(multi: Any, tmp_path: Path) -> None:
+def test_more_communicators_than_room_is_counted(either: Any, tmp_path: Path) -> None:
     """Sets of four: whatever does not fit is lost by cause, and the sum is right."""
     library = compile_stub(tmp_path, "nccl", enqueue=False)
-    with Caller(library) as caller, multi.attacher(tmp_path) as attacher:
+    with Caller(library) as caller, either.attacher(tmp_path) as attacher:
         attacher.scan()
-        multi.records(caller.pid)
-        before = multi.programs.counters()
+        either.records(caller.pid)
+        before = either.programs.counters()
         read = 0
         for comm in range(1, 20001):
             caller.call("call_all_gather", 1, comm * 4096)
             if comm % 2000 == 0:
-                read += len(multi.records(caller.pid))
-                multi.events(caller.pid)
-        after = multi.programs.counters()
+                read += len(either.records(caller.pid))
+                either.events(caller.pid)
+        after = either.programs.counters()
         lost = after["lost_state"] - before["lost_state"]
         assert lost > 0
         assert read + lost == 20000

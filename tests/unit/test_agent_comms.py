@@ -12,9 +12,9 @@ import pytest
 from agent_arrays import BASE_NS, comm_event, record, records
 
 from lanterne.agent import commhash, identity, structure
-from lanterne.agent.comms import MAX_ATTEMPTS, QUARANTINE_ROUNDS, Registry
+from lanterne.agent.comms import QUARANTINE_ROUNDS, Registry
 from lanterne.agent.events import NO_SLOT
-from lanterne.agent.identity import Communicator
+from lanterne.agent.identity import MAX_ATTEMPTS, Communicator
 from lanterne.agent.process import Processes
 from lanterne.probes.layout import CommFlag, CommKind
 

@@ -15,7 +15,8 @@ from lanterne.agent.encode import Context, Head, Health
 from lanterne.agent.events import Records, Rules
 from lanterne.agent.pipeline import Pipeline
 from lanterne.agent.process import Processes
-from lanterne.collector.batch import DecodedBatch, decode
+from lanterne.collector.batch import DecodedBatch
+from lanterne.collector.decode import decode
 from lanterne.probes.layout import CUDA, CommFlag, CommKind, Flag, Func
 from lanterne.proto import telemetry_pb2 as pb
 
@@ -60,7 +61,11 @@ def test_the_whole_way_from_records_to_what_the_collector_reads(tmp_path: Path) 
     end = BASE_NS + 10**9
     (batch,) = decoded(pipe.close(end, 1, lambda: context, final=True))
     assert (batch.node, batch.epoch, batch.sequence, batch.stride) == ("node-1", 123, 1, 1)
-    assert (batch.start_ns, batch.end_ns, batch.realtime_offset_ns) == (BASE_NS, end, -7)
+    assert (batch.head.start_ns, batch.head.end_ns, batch.head.realtime_offset_ns) == (
+        BASE_NS,
+        end,
+        -7,
+    )
     assert batch.communicators.rank == (1,)
     assert batch.communicators.gpu_index == (-1,)
     instances = batch.instances
@@ -69,18 +74,18 @@ def test_the_whole_way_from_records_to_what_the_collector_reads(tmp_path: Path) 
     assert instances.lane.tolist() == [0, 1, 1]
     assert instances.evidence.tolist() == [2, 0, 0]
     assert instances.flags.tolist() == [4, 1, 1]
-    assert instances.bytes.tolist() == [32, 10, 20]
+    assert instances.payload_bytes.tolist() == [32, 10, 20]
     assert instances.duration_ns.tolist() == [70, 0, 0]
     assert batch.summaries.count.sum() == 3
     assert batch.traffic.sent_bytes.tolist() == [9, 8, 7, 6]
     assert batch.traffic.received_bytes.tolist() == [6, 7, 8, 9]
-    assert batch.gpus[0].values["utilization_ratio"] == 0.5
-    assert "power_watts" not in batch.gpus[0].values
-    assert batch.processes[0]["launches"] == 11
-    assert batch.processes[0]["captured_operations"] == 3
-    assert "run_queue_seconds" not in batch.processes[0]
-    assert batch.health["events_read"] == 5
-    assert batch.events_lost == {"ring": 2}
+    assert batch.head.gpus[0].values["utilization_ratio"] == 0.5
+    assert "power_watts" not in batch.head.gpus[0].values
+    assert batch.head.processes[0]["launches"] == 11
+    assert batch.head.processes[0]["captured_operations"] == 3
+    assert "run_queue_seconds" not in batch.head.processes[0]
+    assert batch.head.health["events_read"] == 5
+    assert batch.head.events_lost == {"ring": 2}
 
 
 def test_an_idle_window_still_describes_who_is_there(tmp_path: Path) -> None:
@@ -122,7 +127,7 @@ def test_a_large_window_is_cut_and_nothing_is_lost(
     seqs = [seq for batch in batches for seq in batch.instances.seq.tolist()]
     assert seqs == list(range(25))
     assert sum(int(batch.summaries.count.sum()) for batch in batches) == 25
-    assert [len(batch.gpus) for batch in batches] == [1, 0, 0]
+    assert [len(batch.head.gpus) for batch in batches] == [1, 0, 0]
     assert sum(len(batch.traffic.peer) for batch in batches) == 4
 
 

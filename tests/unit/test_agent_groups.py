@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lanterne.agent import events
 from lanterne.agent.events import ENQUEUE, Operations, Records, Rules
-from lanterne.agent.groups import Groups, PeerBytes, merge_peers
+from lanterne.agent.groups import Groups
+from lanterne.agent.vectors import PeerBytes, merge_peers
 from lanterne.probes.layout import Flag, Func
 
 NOW = BASE_NS + 1
@@ -117,11 +118,13 @@ def test_few_peers_of_many_cost_no_dense_matrix() -> None:
     assert peers.sent.tolist() == [120, 120]
 
 
-def gloo_call(sends: list[int], *, group: int, seq: int, took: int) -> Records:
-    """What the probe tells of gloo::alltoallv: bytes per peer, then the call itself."""
+def gloo_call(sends: list[int], receives: list[int], *, group: int, seq: int, took: int) -> Records:
+    """What the probe tells of gloo::alltoallv: bytes to and from each peer, then the call."""
     flags = Flag.BYTES | Flag.BLOCKING
     told = [
-        p2p(Func.SEND, peer, n, group=group, seq=seq, flags=flags) for peer, n in enumerate(sends)
+        p2p(func, peer, n, group=group, seq=seq, flags=flags)
+        for func, amounts in ((Func.SEND, sends), (Func.RECV, receives))
+        for peer, n in enumerate(amounts)
     ]
     for row in told:
         row["flags"] &= ~np.uint8(Flag.GROUP)
@@ -134,22 +137,54 @@ def gloo_call(sends: list[int], *, group: int, seq: int, took: int) -> Records:
 
 def test_a_gloo_call_with_its_vector_is_one_collective() -> None:
     groups = Groups(Rules(), grace_ns=1)
-    rows = gloo_call([3, 0, 7], group=5, seq=2, took=900)
+    rows = gloo_call([3, 0, 7], [1, 5, 0], group=5, seq=2, took=900)
     assert events.point_to_point(rows).all()
     # The call blocks longer than the grace of a group: it stays open until it returns.
-    assert len(groups.add(rows[:-1], slots(3), BASE_NS + 10**9)[0]) == 0
+    assert len(groups.add(rows[:-1], slots(6), BASE_NS + 10**9)[0]) == 0
     ops, peers = groups.add(rows[-1:], slots(1), BASE_NS + 2 * 10**9)
     assert (len(ops), ops.lane[0], ops.op[0], ops.seq[0]) == (1, 0, Func.ALL_TO_ALL_V, 2)
     assert (ops.bytes[0], ops.duration_ns[0], ops.error[0]) == (10, 900, False)
     assert ops.evidence[0] == events.BLOCKING
-    assert peers.sent.tolist() == [3, 7]
+    assert peers.sent.tolist() == [3, 0, 7]
+    assert peers.received.tolist() == [1, 5, 0]
+
+
+def test_gloo_dispatch_and_combine_mirror_each_other() -> None:
+    there, back = [3, 0, 7], [1, 5, 2]
+    ops, _ = assemble(
+        records(
+            gloo_call(there, back, group=5, seq=2, took=900),
+            gloo_call([2 * n for n in back], [2 * n for n in there], group=6, seq=3, took=900),
+        )
+    )
+    assert ops.send_shape[0] == ops.receive_shape[1] != 0
+    assert ops.receive_shape[0] == ops.send_shape[1] != 0
+    assert not ops.uniform.any()
+
+
+def test_gloo_calls_of_two_threads_that_overlap() -> None:
+    """Their records come mixed, and the first call returns after the second has begun."""
+    groups = Groups(Rules(), grace_ns=1)
+    one = gloo_call([3, 0, 7], [1, 5, 0], group=5, seq=2, took=900)
+    two = gloo_call([4, 4, 1], [2, 2, 2], group=6, seq=3, took=500)
+    mixed = records(one[:2], two[:3], one[2:6], two[3:6])
+    assert len(groups.add(mixed, slots(12), BASE_NS)[0]) == 0
+    done = records(two[6:], one[6:])
+    ops, peers = groups.add(done, slots(2), BASE_NS + 10**9)
+    assert sorted(zip(ops.seq, ops.bytes, ops.duration_ns, strict=True)) == [
+        (2, 10, 900),
+        (3, 9, 500),
+    ]
+    assert peers.sent.tolist() == [7, 4, 8]
+    assert peers.received.tolist() == [3, 7, 2]
+    assert groups.held == 0
 
 
 def test_a_part_of_a_gloo_vector_has_no_shape() -> None:
-    rows = gloo_call([3, 4], group=5, seq=2, took=900)
+    rows = gloo_call([3, 4], [5, 6], group=5, seq=2, took=900)
     rows["count"][-1] = 100
     ops, _ = assemble(rows)
-    assert (ops.bytes[0], ops.send_shape[0]) == (100, 0)
+    assert (ops.bytes[0], ops.send_shape[0], ops.receive_shape[0]) == (100, 0, 0)
 
 
 def test_merging_adds_rows_of_one_cell() -> None:

@@ -14,7 +14,8 @@ from lanterne.agent import events
 from lanterne.agent.events import Records, Rules
 from lanterne.agent.groups import Groups
 from lanterne.agent.roles import COMBINE, DISPATCH, UNKNOWN
-from lanterne.agent.windows import WindowColumns, Windows, histogram_bin
+from lanterne.agent.summaries import histogram_bin
+from lanterne.agent.windows import WindowColumns, Windows
 from lanterne.probes.layout import Flag, Func
 
 

@@ -113,6 +113,13 @@ def test_one_connect_row(offset: int | None, row: int) -> None:
     assert [one.id for one in chosen if one.program is Program.CONNECT] == [row]
 
 
+def test_calls_that_are_made_of_sends_and_receives_have_no_row() -> None:
+    """RCCL's ncclAllToAllv and ncclAllToAll, spelled so, call its own ncclSend and ncclRecv."""
+    found = {"pncclAllToAllv", "pncclAllToAll", "pncclSend", "pncclRecv"}
+    rows = catalog.select(Library.NCCL, found)
+    assert {row.symbol for row in rows} == {"pncclSend", "pncclRecv"}
+
+
 def test_functions_are_those_of_nccl() -> None:
     assert {row.func for row in catalog.COLLECTIVES} <= {f.value for f in Func if f < 15}
 

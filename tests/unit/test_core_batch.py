@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lanterne.collector.analyse.engine import Engine, EngineConfig
-from lanterne.collector.batch import DecodedBatch, Limits, decode
+from lanterne.collector.analyse.engine import Engine
+from lanterne.collector.analyse.settings import EngineConfig
+from lanterne.collector.batch import DecodedBatch
+from lanterne.collector.checks import Limits
+from lanterne.collector.decode import decode
 from lanterne.collector.errors import BatchRefused
 from lanterne.proto import telemetry_pb2 as pb
 
@@ -60,7 +63,7 @@ def valid() -> pb.Batch:
             flags=u8(0, 1, 2, 4),
             arrival_ns=u64(1100, 1200, 1300, 1400),
             duration_ns=u64(0, 20, 30, 0),
-            bytes=u64(1, 2, 3, 4),
+            payload_bytes=u64(1, 2, 3, 4),
             sync_blocked_ns=u64(5, 6, 7, 8),
         ),
         summaries=pb.Summaries(
@@ -71,7 +74,7 @@ def valid() -> pb.Batch:
             evidence=u8(2),
             count=u64(4),
             errors=u64(1),
-            bytes=u64(100),
+            payload_bytes=u64(100),
             duration_sum_ns=u64(10**7),
             duration_min_ns=u64(10**6),
             duration_max_ns=u64(10**7),
@@ -98,7 +101,7 @@ def valid() -> pb.Batch:
 def test_values_come_out_as_they_went_in() -> None:
     b = decode(valid().SerializeToString(), received_ns=77)
     assert (b.node, b.epoch, b.sequence, b.received_ns) == ("node-1", 5, 9, 77)
-    assert (b.start_ns, b.end_ns, b.realtime_offset_ns) == (1000, 2000, -5)
+    assert (b.head.start_ns, b.head.end_ns, b.head.realtime_offset_ns) == (1000, 2000, -5)
     assert b.communicators.comm_hash == (2**64 - 1, 2**64 - 1)
     assert b.communicators.rank == (0, 2)
     assert b.instances.arrival_ns.tolist() == [1100, 1200, 1300, 1400]
@@ -108,15 +111,15 @@ def test_values_come_out_as_they_went_in() -> None:
     assert b.summaries.histogram.shape == (1, 48)
     assert b.summaries.histogram[0, 20] == 4
     assert b.traffic.peer.tolist() == [2]
-    assert b.gpus[0].values == {"utilization_ratio": 0.5}
-    assert b.gpus[0].throttle_reasons == ("thermal",)
-    assert b.processes[0]["cpu_seconds"] == 1.5
-    assert b.processes[0]["launches"] == 0
-    assert "rss_bytes" not in b.processes[0]
-    assert b.events_lost == {"ring": 2}
-    assert b.sources == {"nvml": False}
-    assert b.libraries_failed[0].startswith("/x/libnccl.so.2: not an ELF file??yyy")
-    assert len(b.libraries_failed[0]) == 256
+    assert b.head.gpus[0].values == {"utilization_ratio": 0.5}
+    assert b.head.gpus[0].throttle_reasons == ("thermal",)
+    assert b.head.processes[0]["cpu_seconds"] == 1.5
+    assert b.head.processes[0]["launches"] == 0
+    assert "rss_bytes" not in b.head.processes[0]
+    assert b.head.events_lost == {"ring": 2}
+    assert b.head.sources == {"nvml": False}
+    assert b.head.libraries_failed[0].startswith("/x/libnccl.so.2: not an ELF file??yyy")
+    assert len(b.head.libraries_failed[0]) == 256
 
 
 def _set(path: str, value: object) -> Callable[[pb.Batch], None]:
@@ -167,7 +170,11 @@ REFUSALS = [
     (_column("instances.arrival_ns", "<u8", 1, 2, 3, 10**12), "time", "after the window's end"),
     (_column("instances.duration_ns", "<u8", 1, 20, 30, 0), "time", "evidence is 0 or 3"),
     (_column("instances.duration_ns", "<u8", 0, 1 << 60, 0, 0), "time", "instances.duration_ns"),
-    (_column("instances.bytes", "<u8", 0, 1 << 60, 0, 0), "number", "instances.bytes"),
+    (
+        _column("instances.payload_bytes", "<u8", 0, 1 << 60, 0, 0),
+        "number",
+        "instances.payload_bytes",
+    ),
     (_column("summaries.communicator", "<u4", 2), "index", "summaries.communicator"),
     (_column("summaries.count", "<u8", 1 << 63), "number", "summaries.count"),
     (_set("summaries.histogram", b""), "column", "summaries.histogram is 0 bytes, not 192"),
@@ -284,7 +291,7 @@ def random_batches(draw: Any) -> pb.Batch:
         "role": "u1",
         "flags": "u1",
         "arrival_ns": "<u8",
-        "bytes": "<u8",
+        "payload_bytes": "<u8",
         "sync_blocked_ns": "<u8",
     }
     columns = _columns(draw, instances, rows)
@@ -292,7 +299,7 @@ def random_batches(draw: Any) -> pb.Batch:
     columns["duration_ns"] = bytes(8 * rows)
     summaries = {"communicator": "<u4", "op": "u1", "role": "u1", "evidence": "u1"}
     peers = {"communicator": "<u4", "peer": "<u4", "sent_bytes": "<u8", "received_bytes": "<u8"}
-    zeros = {n: bytes(8) for n in ("count", "errors", "bytes", "duration_sum_ns")}
+    zeros = {n: bytes(8) for n in ("count", "errors", "payload_bytes", "duration_sum_ns")}
     zeros |= {n: bytes(8) for n in ("duration_min_ns", "duration_max_ns")}
     return pb.Batch(
         schema=1,

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lanterne.collector.analyse.engine import Engine, EngineConfig
-from lanterne.collector.batch import decode
+from lanterne.collector.analyse.engine import Engine
+from lanterne.collector.analyse.settings import EngineConfig
 from lanterne.collector.clock import ClockObservation
+from lanterne.collector.decode import decode
 from lanterne.collector.snapshot import CLASSES, EVIDENCE, Snapshot
 from lanterne.proto import telemetry_pb2 as pb
 
@@ -128,7 +129,7 @@ class Job:
                 flags=np.where(k == 0, 4, 0).astype("u1").tobytes(),
                 arrival_ns=(self.arrival[k, rank] + offset).astype("<u8").tobytes(),
                 duration_ns=duration.astype("<u8").tobytes(),
-                bytes=size.astype("<u8").tobytes(),
+                payload_bytes=size.astype("<u8").tobytes(),
                 sync_blocked_ns=sync.astype("<u8").tobytes(),
             ),
         )
@@ -170,7 +171,7 @@ def drive(jobs: list[Job], engine: Engine | None = None) -> Snapshot:
 
 def late(engine: Engine, seconds: float) -> Snapshot:
     """The snapshot that much later than the newest batch, nothing more having come."""
-    now = max(n.batch.received_ns for n in engine.registry.nodes)
+    now = max(n.head.received_ns for n in engine.registry.nodes)
     return engine.snapshot(0.0, now_ns=now + int(seconds * 1e9))
 
 
@@ -517,7 +518,7 @@ def _grouped_batch(k: int, *times: I64) -> pb.Batch:
             flags=bytes(n),
             arrival_ns=table[:, 2].astype("<u8").tobytes(),
             duration_ns=table[:, 3].astype("<u8").tobytes(),
-            bytes=bytes(8 * n),
+            payload_bytes=bytes(8 * n),
             sync_blocked_ns=bytes(8 * n),
         ),
     )

@@ -10,7 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from lanterne.collector.batch import DecodedBatch, Limits
+from lanterne.collector.batch import DecodedBatch
+from lanterne.collector.checks import Limits
 from lanterne.collector.clock import ClockObservation
 from lanterne.collector.errors import ListenError
 from lanterne.collector.ingest import SERVICE, Ingest, IngestConfig, Item
@@ -97,6 +98,22 @@ def test_batches_are_acknowledged_once_and_in_order() -> None:
         counts = collector.ingest.counts()
         assert counts["batches_accepted"] == 3
         assert counts["batches_duplicate"] == 2
+
+
+def test_a_relay_may_report_for_many_nodes_on_one_stream() -> None:
+    with running() as (collector, channel):
+        relay = Agent(channel)
+        for node in ("a", "b", "a"):
+            ack = relay.send(frame(batch(1, node=node), node=node))
+            assert ack.status in (pb.STATUS_ACCEPTED, pb.STATUS_DUPLICATE)
+        assert collector.ingest.connected() == {"a", "b"}
+        own = Agent(channel)
+        own.send(frame(node="b"))
+        relay.close()
+        assert collector.ingest.connected() == {"b"}
+        own.close()
+        assert collector.ingest.connected() == set()
+        assert collector.batches() == [("a", 1, 1), ("b", 1, 1)]
 
 
 def test_full_queue_says_retry_and_takes_the_batch_later() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lanterne.agent.discover import Discovery, kind_of, parse_maps, parse_start_ticks, wanted
+from lanterne.agent.discover import Discovery, kind_of, parse_maps, parse_stat, wanted
 
 MAPS = b"""\
 55d0-55d1 r--p 00000000 fd:01 100 /usr/bin/python3.11
@@ -53,8 +53,14 @@ def test_kinds(path: str, kind: str | None) -> None:
     assert kind_of(path) == kind
 
 
-def test_start_ticks_behind_a_name_with_brackets() -> None:
-    assert parse_start_ticks(STAT) == 22
+def test_start_and_size_behind_a_name_with_brackets() -> None:
+    assert parse_stat(STAT) == (22, 23)
+
+
+def test_candidate_in_the_last_line_and_twice_in_one() -> None:
+    (found,) = parse_maps(b"1-2 r-xp 0 fd:01 8 /x\n3-4 r-xp 0 fd:01 9 /x/libnccl/libnccl.so.2")
+    assert (found.path, found.range) == ("/x/libnccl/libnccl.so.2", "3-4")
+    assert not parse_maps(b"3-4 r-xp 0 fd:01 9 /x/libnccl/other")
 
 
 def test_globs() -> None:
@@ -64,12 +70,13 @@ def test_globs() -> None:
     assert not wanted("/a/libnccl.so.2", ("/a/*",), ("*/libnccl*",))
 
 
-def make(proc: Path, pid: int, maps: bytes, start: int = 22) -> None:
+def make(proc: Path, pid: int, maps: bytes, start: int = 22, size: int | None = None) -> None:
+    """A process whose address space is as large as its maps are long, unless ``size`` says."""
     folder = proc / str(pid)
     folder.mkdir(exist_ok=True)
     (folder / "maps").write_bytes(maps)
     fields = [str(i) for i in range(4, 53)]
-    fields[18] = str(start)
+    fields[18], fields[19] = str(start), str(4096 + len(maps) if size is None else size)
     (folder / "stat").write_text(f"{pid} (x y) S " + " ".join(fields))
 
 
@@ -106,3 +113,65 @@ def test_quiet_processes_are_read_again_in_turns(tmp_path: Path) -> None:
         discovery.scan()
     make(tmp_path, 130, MAPS)
     assert any(discovery.scan().processes for _ in range(8))
+
+
+class Reads:
+    """Counts what is read below one /proc, through the names of the files that were opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths: list[str] = []
+        opened = os.open
+
+        def counted(path: str, *arguments: int) -> int:
+            self.paths.append(path)
+            return opened(path, *arguments)
+
+        monkeypatch.setattr(os, "open", counted)
+
+    def take(self, name: str) -> int:
+        """Files of this name since the last call."""
+        found = sum(path.endswith("/" + name) for path in self.paths)
+        self.paths.clear()
+        return found
+
+
+def test_maps_are_read_again_when_the_size_changes_or_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 10, MAPS, size=5000)
+    discovery, reads = Discovery(tmp_path, (), ()), Reads(monkeypatch)
+    discovery.scan()
+    assert reads.take("maps") == 1
+    for _ in range(30):
+        assert set(discovery.scan().processes) == {10}
+        assert reads.take("maps") == 0
+    discovery.scan()
+    assert reads.take("maps") == 1
+    make(tmp_path, 10, b"", size=5001)
+    assert not discovery.scan().processes
+    assert reads.take("maps") == 1
+
+
+def test_kernel_threads_are_left_alone_but_not_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid in range(100, 160):
+        make(tmp_path, pid, b"", size=0)
+    discovery, reads = Discovery(tmp_path, (), ()), Reads(monkeypatch)
+    assert not discovery.scan().processes
+    assert reads.take("stat") == 60
+    for _ in range(10):
+        discovery.scan()
+        assert reads.take("stat") <= 16
+        assert reads.take("maps") == 0
+    make(tmp_path, 130, MAPS)  # the number is a process's now
+    assert any(discovery.scan().processes for _ in range(5))
+    assert set(discovery.scan().processes) == {130}
+
+
+def test_process_whose_main_thread_has_ended_is_not_gone(tmp_path: Path) -> None:
+    make(tmp_path, 10, MAPS)
+    discovery = Discovery(tmp_path, (), ())
+    discovery.scan()
+    make(tmp_path, 10, b"", size=0)
+    assert discovery.scan().gone == ()

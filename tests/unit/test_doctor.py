@@ -15,7 +15,7 @@ import pytest
 
 from lanterne.agent import config as configuration
 from lanterne.agent import doctor
-from lanterne.agent.attach import AttachedLibrary, ProcessInfo, Site
+from lanterne.agent.discover import ProcessInfo
 from lanterne.agent.doctor_view import (
     Report,
     Row,
@@ -27,6 +27,7 @@ from lanterne.agent.doctor_view import (
     render,
 )
 from lanterne.agent.kernel import KernelSupport
+from lanterne.agent.library import AttachedLibrary, Site
 
 HOSTILE = "/tmp/\x1b[2J\x1b]0;owned\x07/libnccl.so.2\n fake row \u202e"
 

@@ -6,6 +6,7 @@ import os
 import platform
 import struct
 import subprocess
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lanterne.agent import code, elf
-from lanterne.agent.attach import examine
+from lanterne.agent import code, elf, libnccl
 from lanterne.agent.elf import ElfFile
 from lanterne.agent.errors import ElfError
+from lanterne.agent.library import examine
+from lanterne.agent.symbols import code_of, functions
 
 SOURCE = """
 const char banner[] = "NCCL version 2.28.9+cuda12.9";
@@ -63,7 +65,7 @@ def opened(path: Path) -> ElfFile:
 def test_symbols(library: Path) -> None:
     file = opened(library)
     wanted = {"pncclAllReduce", "AllReduce", "ncclAllReduc", "data_not_code"}
-    found = file.functions(wanted, {"_Z16ncclEnqueueCheckP8ncclInfo"})
+    found = functions(file, wanted, {"_Z16ncclEnqueueCheckP8ncclInfo"})
     # Only whole names, and only functions; the local one comes from .symtab.
     assert set(found) == {"pncclAllReduce", "_Z16ncclEnqueueCheckP8ncclInfo"}
     nm = subprocess.check_output(["nm", library], text=True)
@@ -71,11 +73,11 @@ def test_symbols(library: Path) -> None:
         (line,) = [one for one in nm.splitlines() if one.split()[-1] == name]
         assert symbol.address == int(line.split()[0], 16)
         content = library.read_bytes()[symbol.offset : symbol.offset + symbol.size]
-        assert file.code(symbol) == content
+        assert code_of(file, symbol) == content
 
 
 def test_stripped_library_has_only_exports(stripped: Path) -> None:
-    found = opened(stripped).functions({"pncclAllReduce"}, {"_Z16ncclEnqueueCheckP8ncclInfo"})
+    found = functions(opened(stripped), {"pncclAllReduce"}, {"_Z16ncclEnqueueCheckP8ncclInfo"})
     assert set(found) == {"pncclAllReduce"}
 
 
@@ -85,26 +87,26 @@ def test_build_id(library: Path) -> None:
 
 
 def test_version_from_the_banner(library: Path) -> None:
-    assert opened(library).nccl_version({}) == 22809
+    assert libnccl.version_of(opened(library), {}) == 22809
 
 
 @pytest.mark.parametrize(
     ("version", "number"), [((2, 28, 9), 22809), ((2, 8, 4), 2804), ((2, 9, 6), 20906)]
 )
 def test_version_code(version: tuple[int, int, int], number: int) -> None:
-    assert elf.version_code(*version) == number
+    assert libnccl.version_code(*version) == number
 
 
 def test_offsets_from_the_getters(library: Path) -> None:
     file = opened(library)
-    symbols = file.functions(elf.GETTERS, ())
-    offsets = elf.comm_offsets(file, symbols, 22809)
+    symbols = functions(file, libnccl.GETTERS, ())
+    offsets = libnccl.comm_offsets(file, symbols, 22809)
     assert offsets is not None
     assert offsets.rank == 0x1044D0
     assert (offsets.comm_hash, offsets.n_ranks) == (0x1044C8, 0x1044D4)
     assert (offsets.cuda_dev, offsets.bus_id) == (0x1044D8, 0x1044D0 + 32)
     assert (offsets.has_magic, offsets.source) == (True, "getters")
-    old = elf.comm_offsets(file, symbols, 21803)
+    old = libnccl.comm_offsets(file, symbols, 21803)
     assert old is not None
     assert not old.has_magic
 
@@ -112,7 +114,7 @@ def test_offsets_from_the_getters(library: Path) -> None:
 def test_getters_that_disagree_give_nothing(tmp_path: Path) -> None:
     source = SOURCE.replace("int rank, ranks, device;", "int rank, x, ranks, device;")
     file = opened(build(tmp_path, source))
-    assert elf.comm_offsets(file, file.functions(elf.GETTERS, ()), 22809) is None
+    assert libnccl.comm_offsets(file, functions(file, libnccl.GETTERS, ()), 22809) is None
 
 
 def patched(good: bytes, at: int, kind: str, value: int) -> bytes:
@@ -130,6 +132,10 @@ def section_field(good: bytes, wanted: int, field: int) -> int:
     raise AssertionError(wanted)
 
 
+def first_section(good: bytes, field: int) -> int:
+    return int(struct.unpack_from("<Q", good, 40)[0]) + field
+
+
 Maker = Callable[[bytes], bytes]
 BROKEN: dict[str, tuple[Maker, str]] = {
     "not ELF": (lambda good: b"hello" * 100, "not an ELF file"),
@@ -140,7 +146,21 @@ BROKEN: dict[str, tuple[Maker, str]] = {
     "big-endian": (lambda good: patched(good, 5, "B", 2), "little-endian"),
     "aarch64": (lambda good: patched(good, 18, "<H", 183), "architecture aarch64"),
     "65535 sections": (lambda good: patched(good, 60, "<H", 0xFFFF), "65535 sections"),
-    "65535 segments": (lambda good: patched(good, 56, "<H", 0xFFFF), "65535 segments"),
+    "65534 segments": (lambda good: patched(good, 56, "<H", 0xFFFE), "65534 segments"),
+    "more sections than the header can say": (
+        lambda good: patched(patched(good, 60, "<H", 0), first_section(good, 32), "<Q", 1 << 60),
+        f"{1 << 60} sections",
+    ),
+    "more segments than the header can say": (
+        lambda good: patched(
+            patched(good, 56, "<H", 0xFFFF), first_section(good, 44), "<I", 0xFFFFFFFF
+        ),
+        f"{0xFFFFFFFF} segments",
+    ),
+    "number of segments nowhere": (
+        lambda good: patched(patched(good, 56, "<H", 0xFFFF), 40, "<Q", 0),
+        "a section that it has not",
+    ),
     "sections far away": (lambda good: patched(good, 40, "<Q", 1 << 63), "outside the file"),
     "no executable segment": (lambda good: patched(good, 56, "<H", 0), "no executable segment"),
     "endless symbols": (
@@ -184,7 +204,7 @@ def test_symbol_outside_the_code_is_left_out(stripped: Path, tmp_path: Path) -> 
         struct.pack_into("<Q", content, at + 8, 1 << 60)
     path = tmp_path / "libnccl.so.2"
     path.write_bytes(content)
-    assert not opened(path).functions({"pncclAllReduce"}, ())
+    assert not functions(opened(path), {"pncclAllReduce"}, ())
 
 
 def test_name_with_two_addresses_is_left_out(stripped: Path, tmp_path: Path) -> None:
@@ -201,7 +221,7 @@ def test_name_with_two_addresses_is_left_out(stripped: Path, tmp_path: Path) -> 
     struct.pack_into("<I", content, table + 24 * names.index(other), strings - base)
     path = tmp_path / "libnccl.so.2"
     path.write_bytes(content)
-    assert not opened(path).functions({"pncclAllReduce"}, ())
+    assert not functions(opened(path), {"pncclAllReduce"}, ())
 
 
 def test_fifo_directory_and_dangling_link(tmp_path: Path) -> None:
@@ -213,26 +233,85 @@ def test_fifo_directory_and_dangling_link(tmp_path: Path) -> None:
             elf.open_regular(path)
 
 
-@settings(
+MOST_MEMORY = 32 << 20  # bytes; the file is some 16 kB
+
+damages = st.lists(st.tuples(st.integers(0, 20000), st.binary(min_size=1, max_size=8)), max_size=6)
+# Where numbers of headers, sizes and offsets stand: most random damage hits none of them.
+headers = st.lists(
+    st.tuples(
+        st.integers(0, 1 << 12),
+        st.sampled_from(
+            [b"\0", b"\xff", b"\xff" * 2, b"\xff" * 4, b"\xff" * 8, b"\0" * 8, b"\x7f"]
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def examined(content: bytes, path: Path) -> None:
+    """Raises nothing but ElfError whatever the file holds, and takes little memory for it."""
+    path.write_bytes(content)
+    fd = elf.open_regular(path)
+    said = str(path)
+    tracemalloc.start()
+    try:
+        examine(fd, "nccl", str(path), str(path))
+    except ElfError as error:
+        said = str(error)
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        os.close(fd)
+    assert str(path) in said
+    assert most < MOST_MEMORY
+
+
+fuzz = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(st.tuples(st.integers(0, 20000), st.binary(min_size=1, max_size=8)), max_size=6))
+
+
+@fuzz
+@given(damages, st.one_of(st.none(), st.integers(0, 20000)))
 def test_damage_never_gets_further_than_an_error(
-    library: Path, tmp_path: Path, damage: list[tuple[int, bytes]]
+    library: Path, tmp_path: Path, damage: list[tuple[int, bytes]], cut: int | None
 ) -> None:
     content = bytearray(library.read_bytes())
     for at, what in damage:
         at %= len(content)
         content[at : at + len(what)] = what
+    examined(bytes(content[:cut]), tmp_path / "libnccl.so.2")
+
+
+@fuzz
+@given(headers, st.booleans())
+def test_damaged_headers_never_get_further_than_an_error(
+    library: Path, tmp_path: Path, damage: list[tuple[int, bytes]], in_sections: bool
+) -> None:
+    content = bytearray(library.read_bytes())
+    (sections,) = struct.unpack_from("<Q", content, 40)
+    for at, what in damage:
+        at += sections if in_sections else 16
+        at = at % (len(content) - 8)
+        content[at : at + len(what)] = what
+    examined(bytes(content), tmp_path / "libnccl.so.2")
+
+
+def test_file_that_claims_a_huge_note_costs_nothing(library: Path, tmp_path: Path) -> None:
+    """Notes are read by the size that they state: here 4 GB, in a file that has them."""
+    content = bytearray(library.read_bytes())
+    note = content.index(b"GNU\0", struct.unpack_from("<Q", content, 32)[0]) - 12
+    struct.pack_into("<I", content, note + 4, 0xFFFFFFFF)
     path = tmp_path / "libnccl.so.2"
-    path.write_bytes(content)
-    fd = elf.open_regular(path)
-    try:
-        examine(fd, "nccl", str(path), str(path))
-    except ElfError:
-        pass
-    finally:
-        os.close(fd)
+    examined(bytes(content), path)
+    os.truncate(path, 8 << 30)
+    with path.open("rb") as file:
+        tracemalloc.start()
+        found = ElfFile(file.fileno(), str(path))
+        assert not found.build_id() or len(found.build_id()) == 40
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

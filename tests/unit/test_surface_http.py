@@ -131,6 +131,17 @@ def test_a_new_snapshot_is_shown_at_once(site: Site) -> None:
     assert site.json("/api/v1/snapshot")["communicators"] == []
 
 
+def test_nodes_and_how_fresh_they_are(site: Site) -> None:
+    found = site.json("/api/v1/nodes")
+    shown = snapshot()
+    assert found["taken_at"] == shown.taken_at
+    nodes = found["nodes"]
+    assert [n["name"] for n in nodes] == [n.name for n in shown.nodes]  # type: ignore[attr-defined]
+    assert [n["last_window_end"] for n in nodes] == [  # type: ignore[attr-defined]
+        n.last_window_end for n in shown.nodes
+    ]
+
+
 def test_stragglers_worst_first_with_limits(site: Site) -> None:
     found = site.json("/api/v1/stragglers")
     rows: list[dict[str, object]] = found["rows"]  # type: ignore[assignment]
@@ -153,7 +164,7 @@ def test_bad_queries_are_told(site: Site, query: str) -> None:
 
 def test_before_the_first_snapshot(site: Site) -> None:
     site.latest = None
-    for path in ("/api/v1/snapshot", "/api/v1/stragglers"):
+    for path in ("/api/v1/snapshot", "/api/v1/stragglers", "/api/v1/nodes"):
         status, _, body = site.get(path)
         assert status == 503
         assert "no snapshot yet" in json.loads(body)["error"]

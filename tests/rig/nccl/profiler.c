@@ -1,8 +1,11 @@
-/* Loads an NCCL profiler plugin as NCCL 2.28 does and feeds it Coll, P2p and KernelCh events.
+/* Loads an NCCL profiler plugin as NCCL does and feeds it Coll, P2p and KernelCh events, and the
+ * Group and API events that are their parents, whether asked for or not.
  *
- * Plugin tables v5 and v4 are understood. The plugin must be there when the communicator is made.
- * Operations of a captured graph report at each replay, as they do with KernelCh enabled. Every
- * operation has one channel here, number 0. The library of before 2.23 has no profiler. */
+ * Plugin tables v4 to v7 are understood; the newest one taken is RIG_PROFILER_VERSION, without it
+ * v5, as in 2.28. The plugin must be there when the communicator is made. The event mask is one for
+ * all communicators, and is read anew at every call. Operations of a captured graph report at each
+ * replay, as they do with KernelCh enabled. Every operation has one channel here, number 0; what a
+ * rank sends to itself has none. The library of before 2.23 has no profiler. */
 #include "profiler.h"
 
 #include <dlfcn.h>
@@ -11,6 +14,9 @@
 #include <string.h>
 #include <strings.h>
 #include <time.h>
+
+#include "exec.h"
+#include "rigtopo.h"
 
 #if RIG_NCCL_VERSION < 22300
 void profilerInit(struct rigComm *rc) { (void)rc; }
@@ -27,10 +33,19 @@ void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begin, b
 void profilerFree(struct profiledWork *work) { (void)work; }
 #else
 
-enum { EVENT_COLL = 2, EVENT_P2P = 4, EVENT_KERNEL_CH = 64 };
+enum {
+  EVENT_GROUP = 1, EVENT_COLL = 2, EVENT_P2P = 4, EVENT_KERNEL_CH = 64,
+  EVENT_GROUP_API = 256, EVENT_COLL_API = 512, EVENT_P2P_API = 1024,
+};
+enum {
+  TASKS = EVENT_COLL | EVENT_P2P | EVENT_KERNEL_CH,
+  PLANS = TASKS | EVENT_GROUP,
+  CALLS = PLANS | EVENT_GROUP_API | EVENT_COLL_API | EVENT_P2P_API,
+};
 enum { STATE_KERNEL_CH_STOP = 22 };
 
-/* Descriptor of v5; v4 differs in the width of type, which little-endian hides, and ends earlier. */
+/* Descriptor of v5; v4 differs in the width of type, which little-endian hides, and ends earlier:
+ * there the plan is the parent. v7 ends later. */
 struct descriptor {
   uint64_t type;
   void *parent;
@@ -47,6 +62,9 @@ struct descriptor {
       uint8_t nChannels, nWarps;
       const char *algo, *proto;
       void *parentGroup;
+      const char *kernelVariant;
+      bool isSymmetric;
+      uint64_t userTag;
     } coll;
     struct {
       const char *func;
@@ -56,7 +74,27 @@ struct descriptor {
       int peer;
       uint8_t nChannels;
       void *parentGroup;
+      uint64_t userTag;
     } p2p;
+    struct {
+      bool captured;
+      int depth;
+    } groupApi;
+    struct {
+      const char *func;
+      uint64_t count;
+      const char *datatype;
+      int root;
+      void *stream;
+      bool captured;
+    } collApi;
+    struct {
+      const char *func;
+      uint64_t count;
+      const char *datatype;
+      void *stream;
+      bool captured;
+    } p2pApi;
     struct {
       uint8_t channel;
       uint64_t timer;
@@ -67,6 +105,9 @@ _Static_assert(offsetof(struct descriptor, coll) == 24, "profiler ABI");
 _Static_assert(offsetof(struct descriptor, coll.root) == 64, "profiler ABI");
 _Static_assert(offsetof(struct descriptor, coll.nChannels) == 80, "profiler ABI");
 _Static_assert(offsetof(struct descriptor, coll.parentGroup) == 104, "profiler ABI");
+_Static_assert(offsetof(struct descriptor, coll.userTag) == 128, "profiler ABI");
+_Static_assert(offsetof(struct descriptor, collApi.captured) == 64, "profiler ABI");
+_Static_assert(offsetof(struct descriptor, p2pApi.captured) == 56, "profiler ABI");
 _Static_assert(offsetof(struct descriptor, p2p.peer) == 56, "profiler ABI");
 _Static_assert(offsetof(struct descriptor, p2p.parentGroup) == 64, "profiler ABI");
 _Static_assert(offsetof(struct descriptor, kernel.timer) == 32, "profiler ABI");
@@ -87,22 +128,25 @@ struct table {
 
 struct profiled {
   void *context;
-  int mask;
   uint64_t seq[16];
 };
 
 struct profiledTask {
   struct descriptor what;
   void *handle, *kernel;
+  int mask; /* as it was at the call */
+  ncclFunc_t func;
 };
 
 struct profiledWork {
   struct profiledTask *tasks;
   int len, cap;
+  void *groupApi, *group;
 };
 
 static const struct table *plugin;
 static int version;
+static _Atomic int mask;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void quiet(int level, unsigned long flags, const char *file, int line, const char *format,
@@ -125,7 +169,8 @@ static void *openPlugin(void) {
 static void load(void) {
   void *lib = openPlugin();
   if (!lib) return;
-  for (version = 5; version >= 4 && !plugin; version--) {
+  int newest = (int)rigEnvInt("RIG_PROFILER_VERSION", 5);
+  for (version = newest; version >= 4 && !plugin; version--) {
     char symbol[32];
     snprintf(symbol, sizeof(symbol), "ncclProfiler_v%d", version);
     plugin = dlsym(lib, symbol);
@@ -139,10 +184,11 @@ void profilerInit(struct rigComm *rc) {
   if (!p) return;
   struct ncclComm *c = rc->comm;
   const char *name = rc->commName[0] ? rc->commName : NULL;
-  int failed = version == 5
-                   ? ((initV5)plugin->init)(&p->context, c->commHash, &p->mask, name, c->nNodes,
+  int *events = (int *)&mask;
+  int failed = version >= 5
+                   ? ((initV5)plugin->init)(&p->context, c->commHash, events, name, c->nNodes,
                                             c->nRanks, c->rank, quiet)
-                   : ((initV4)plugin->init)(&p->context, &p->mask, name, c->commHash, c->nNodes,
+                   : ((initV4)plugin->init)(&p->context, events, name, c->commHash, c->nNodes,
                                             c->nRanks, c->rank, quiet);
   if (failed) {
     free(p);
@@ -153,7 +199,7 @@ void profilerInit(struct rigComm *rc) {
 
 void profilerFinalize(struct rigComm *rc) {
   if (!rc->profiler) return;
-  plugin->finalize(rc->profiler->context);
+  if (rc->profiler->context) plugin->finalize(rc->profiler->context);
   free(rc->profiler);
   rc->profiler = NULL;
 }
@@ -165,7 +211,8 @@ static const char *typeName(ncclDataType_t type) {
   return names[type];
 }
 
-static void addTask(struct profiledWork *work, const struct descriptor *what) {
+static void addTask(struct profiledWork *work, const struct descriptor *what, int events,
+                    ncclFunc_t func) {
   if (work->len == work->cap) {
     int cap = work->cap ? 2 * work->cap : 8;
     struct profiledTask *tasks = realloc(work->tasks, (size_t)cap * sizeof(*tasks));
@@ -173,13 +220,44 @@ static void addTask(struct profiledWork *work, const struct descriptor *what) {
     work->tasks = tasks;
     work->cap = cap;
   }
-  work->tasks[work->len++] = (struct profiledTask){.what = *what};
+  work->tasks[work->len++] = (struct profiledTask){.what = *what, .mask = events, .func = func};
+}
+
+/* From v5 on calls have events of their own; below, they are left out on the way to the plugin. */
+static void *startCall(struct rigComm *rc, void *parent, int type, const struct ncclInfo *info,
+                       bool send) {
+  struct descriptor d = {.type = (uint64_t)type, .parent = parent};
+  bool captured = driverCapturing(info->stream);
+  void *handle = NULL;
+  if (version < 5) return NULL;
+  if (type == EVENT_GROUP_API) {
+    d.groupApi.captured = captured;
+    d.groupApi.depth = 1;
+  } else if (type == EVENT_COLL_API) {
+    d.collApi.func = info->opName;
+    d.collApi.count = info->count;
+    d.collApi.datatype = typeName(info->datatype);
+    d.collApi.root = info->root;
+    d.collApi.stream = info->stream;
+    d.collApi.captured = captured;
+  } else {
+    d.p2pApi.func = send ? "Send" : "Recv";
+    d.p2pApi.count = info->count;
+    d.p2pApi.datatype = typeName(info->datatype);
+    d.p2pApi.stream = info->stream;
+    d.p2pApi.captured = captured;
+  }
+  plugin->start(rc->profiler->context, &handle, &d);
+  return handle;
 }
 
 static void addCollective(struct rigComm *rc, struct profiledWork *work,
-                          const struct ncclInfo *info) {
+                          const struct ncclInfo *info, int events) {
   struct descriptor d = {.type = EVENT_COLL, .rank = rc->comm->rank};
-  d.coll.seq = rc->profiler->seq[info->coll]++;
+  if (events & (TASKS | EVENT_COLL_API)) {
+    d.parent = startCall(rc, work->groupApi, EVENT_COLL_API, info, false);
+    if (d.parent) plugin->stop(d.parent);
+  }
   d.coll.func = info->opName;
   d.coll.send = info->sendbuff;
   d.coll.recv = info->recvbuff;
@@ -190,57 +268,103 @@ static void addCollective(struct rigComm *rc, struct profiledWork *work,
   d.coll.nWarps = 16;
   d.coll.algo = "RING";
   d.coll.proto = "SIMPLE";
-  addTask(work, &d);
+  addTask(work, &d, events, info->coll);
 }
 
 static void addPeer(struct rigComm *rc, struct profiledWork *work, const struct ncclInfo *info,
-                    bool send, int peer) {
+                    bool send, int peer, int events) {
   struct descriptor d = {.type = EVENT_P2P, .rank = rc->comm->rank};
+  if (events & (TASKS | EVENT_P2P_API)) {
+    d.parent = startCall(rc, work->groupApi, EVENT_P2P_API, info, send);
+    if (d.parent) plugin->stop(d.parent);
+  }
   d.p2p.func = send ? "Send" : "Recv";
   d.p2p.buffer = send && info->sendbuff ? (void *)(uintptr_t)info->sendbuff : info->recvbuff;
   d.p2p.datatype = typeName(info->datatype);
   d.p2p.count = info->count;
   d.p2p.peer = peer;
   d.p2p.nChannels = 1;
-  addTask(work, &d);
+  addTask(work, &d, events, info->coll);
 }
 
 /* All-to-all, gather and scatter show as the sends and receives that they are made of. */
-static void addTasks(struct rigComm *rc, struct profiledWork *work, const struct ncclInfo *info) {
+static void addTasks(struct rigComm *rc, struct profiledWork *work, const struct ncclInfo *info,
+                     int events) {
   bool root = rc->comm->rank == info->root;
   switch (info->coll) {
-    case ncclFuncSend: addPeer(rc, work, info, true, info->root); return;
-    case ncclFuncRecv: addPeer(rc, work, info, false, info->root); return;
-    case ncclFuncGather: addPeer(rc, work, info, true, info->root); break;
-    case ncclFuncScatter: addPeer(rc, work, info, false, info->root); break;
+    case ncclFuncSend: addPeer(rc, work, info, true, info->root, events); return;
+    case ncclFuncRecv: addPeer(rc, work, info, false, info->root, events); return;
+    case ncclFuncGather: addPeer(rc, work, info, true, info->root, events); break;
+    case ncclFuncScatter: addPeer(rc, work, info, false, info->root, events); break;
     case ncclFuncAlltoAll: break;
-    default: addCollective(rc, work, info); return;
+    default: addCollective(rc, work, info, events); return;
   }
   for (int peer = 0; peer < rc->comm->nRanks; peer++) {
     bool all = info->coll == ncclFuncAlltoAll;
-    if (all || (info->coll == ncclFuncScatter && root)) addPeer(rc, work, info, true, peer);
-    if (all || (info->coll == ncclFuncGather && root)) addPeer(rc, work, info, false, peer);
+    if (all || (info->coll == ncclFuncScatter && root)) addPeer(rc, work, info, true, peer, events);
+    if (all || (info->coll == ncclFuncGather && root)) addPeer(rc, work, info, false, peer, events);
   }
 }
 
 void profilerAdd(struct rigComm *rc, struct profiledWork **work, const struct ncclInfo *info) {
-  if (!rc->profiler || !(rc->profiler->mask & (EVENT_COLL | EVENT_P2P | EVENT_KERNEL_CH))) return;
-  if (!*work) *work = calloc(1, sizeof(**work));
-  if (*work) addTasks(rc, *work, info);
+  int events = atomic_load(&mask);
+  if (!rc->profiler) return;
+  bool first = !*work;
+  if (first) *work = calloc(1, sizeof(**work));
+  if (!*work) return;
+  /* One outermost group; here one for each communicator that takes part in it. */
+  if (first && events & CALLS) {
+    (*work)->groupApi = startCall(rc, NULL, EVENT_GROUP_API, info, false);
+  }
+  addTasks(rc, *work, info, events);
 }
 
-static void begin(struct rigComm *rc, struct profiledWork *work) {
+static int eventsOf(const struct profiledWork *work) {
   for (int i = 0; i < work->len; i++) {
-    struct profiledTask *task = &work->tasks[i];
-    task->handle = NULL;
-    if (!(rc->profiler->mask & (int)task->what.type)) continue;
-    plugin->start(rc->profiler->context, &task->handle, &task->what);
-    if (task->handle) plugin->stop(task->handle);
+    if (work->tasks[i].mask) return work->tasks[i].mask;
   }
+  return 0;
+}
+
+static void startTask(struct rigComm *rc, struct profiledWork *work, struct profiledTask *task,
+                      bool replayed) {
+  struct descriptor d = task->what;
+  if (d.type == EVENT_COLL) {
+    uint64_t *seq = &rc->profiler->seq[task->func];
+    d.coll.seq = *seq;
+    if (!replayed || (task->mask & EVENT_KERNEL_CH && (work->group || d.parent))) ++*seq;
+    d.coll.parentGroup = work->group;
+  } else {
+    d.p2p.parentGroup = work->group;
+  }
+  if (version < 5) d.parent = work->group;
+  task->handle = NULL;
+  int wants = EVENT_KERNEL_CH | (int)d.type;
+  if (task->mask & wants) plugin->start(rc->profiler->context, &task->handle, &d);
+}
+
+static void begin(struct rigComm *rc, struct profiledWork *work, bool replayed) {
+  work->group = NULL;
+  if (eventsOf(work) & PLANS) {
+    struct descriptor d = {.type = EVENT_GROUP};
+    plugin->start(rc->profiler->context, &work->group, &d);
+  }
+  for (int i = 0; i < work->len; i++) startTask(rc, work, &work->tasks[i], replayed);
+  for (int i = 0; i < work->len; i++) {
+    if (work->tasks[i].handle) plugin->stop(work->tasks[i].handle);
+  }
+  if (work->group) plugin->stop(work->group);
 }
 
 void profilerEnqueued(struct rigComm *rc, struct profiledWork *work, bool captured) {
-  if (work && !captured) begin(rc, work);
+  if (!work || !rc->profiler) return;
+  if (!captured) begin(rc, work, false);
+  if (work->groupApi) plugin->stop(work->groupApi);
+}
+
+static bool hasKernel(const struct rigComm *rc, const struct profiledTask *task) {
+  if (!(task->mask & EVENT_KERNEL_CH)) return false;
+  return task->what.type != EVENT_P2P || task->what.p2p.peer != rc->comm->rank;
 }
 
 /* The device's globaltimer counts nanoseconds of its own; here it is the wall clock. */
@@ -251,12 +375,12 @@ static uint64_t deviceTimer(void) {
 }
 
 void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begins, bool replayed) {
-  if (!work || !rc->profiler) return;
-  if (begins && replayed) begin(rc, work);
-  if (!(rc->profiler->mask & EVENT_KERNEL_CH)) return;
   uint64_t timer = deviceTimer();
+  if (!work || !rc->profiler) return;
+  if (begins && replayed) begin(rc, work, true);
   for (int i = 0; i < work->len; i++) {
     struct profiledTask *task = &work->tasks[i];
+    if (!hasKernel(rc, task)) continue;
     if (begins) {
       struct descriptor d = {.type = EVENT_KERNEL_CH, .rank = rc->comm->rank};
       d.parent = task->handle;

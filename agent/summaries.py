@@ -1,0 +1,97 @@
+"""Sums of a window: one row per (communicator, operation, role, evidence), with a histogram."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lanterne.agent.events import BLOCKING, DEVICE, I64, U8, U16, U32, U64, Operations
+
+HISTOGRAM_BINS = 48
+OP_CODES = 256
+
+
+@dataclass(frozen=True)
+class Summaries:
+    slot: U16
+    op: U8
+    role: U8
+    evidence: U8
+    count: U64
+    errors: U64
+    bytes: U64
+    duration_sum_ns: U64
+    duration_min_ns: U64
+    duration_max_ns: U64
+    histogram: U32  # [rows, 48]
+
+
+def summarize(operations: Operations, role: U8) -> Summaries:
+    key = (
+        (operations.slot.astype(np.int64) * OP_CODES + operations.op) * 12
+        + role.astype(np.int64) * 4
+        + operations.evidence
+    )
+    keys, row = _number(key)
+    n = len(keys)
+    timed = (operations.evidence == BLOCKING) | (operations.evidence == DEVICE)
+    timed &= ~operations.error
+    total = np.zeros(n, np.uint64)
+    low = np.zeros(n, np.uint64)
+    high = np.zeros(n, np.uint64)
+    histogram = np.zeros((n, HISTOGRAM_BINS), np.uint32)
+    if timed.any():
+        at, duration = row[timed], operations.duration_ns[timed]
+        low[:] = np.iinfo(np.uint64).max
+        np.add.at(total, at, duration)
+        np.minimum.at(low, at, duration)
+        np.maximum.at(high, at, duration)
+        counted = np.bincount(at, minlength=n) > 0
+        low[~counted] = 0
+        bins = np.bincount(at * HISTOGRAM_BINS + histogram_bin(duration), minlength=n * 48)
+        histogram = bins.reshape(n, HISTOGRAM_BINS).astype(np.uint32)
+    amount = np.zeros(n, np.uint64)
+    np.add.at(amount, row, operations.bytes)
+    code, rest = np.divmod(keys, 12)
+    return Summaries(
+        slot=(code // OP_CODES).astype(np.uint16),
+        op=(code % OP_CODES).astype(np.uint8),
+        role=(rest // 4).astype(np.uint8),
+        evidence=(rest % 4).astype(np.uint8),
+        count=np.bincount(row, minlength=n).astype(np.uint64),
+        errors=np.bincount(row[operations.error], minlength=n).astype(np.uint64),
+        bytes=amount,
+        duration_sum_ns=total,
+        duration_min_ns=low,
+        duration_max_ns=high,
+        histogram=histogram,
+    )
+
+
+def _number(key: I64) -> tuple[I64, I64]:
+    """Distinct keys in order, and for each row the position of its key."""
+    if not len(key):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    low = int(key.min())
+    span = int(key.max()) - low + 1
+    if span > 4 * len(key) + (1 << 20):
+        keys, row = np.unique(key, return_inverse=True)
+        return keys, row
+    present = np.zeros(span, np.bool_)
+    present[key - low] = True
+    keys = np.flatnonzero(present)
+    number = np.zeros(span, np.int64)
+    number[keys] = np.arange(len(keys))
+    return keys + low, number[key - low]
+
+
+def histogram_bin(duration_ns: U64) -> I64:
+    """b of [2^b, 2^(b+1)) ns, 0 for less than 2, the last for everything longer.
+
+    The binary exponent of the float64 is the answer; rounding to 53 bits could only lift values
+    above 2^53, far beyond the last bin.
+    """
+    exponent = (duration_ns.astype(np.float64).view(np.int64) >> 52) - 1023
+    clipped: I64 = np.clip(exponent, 0, HISTOGRAM_BINS - 1)
+    return clipped

@@ -1,0 +1,109 @@
+"""Items from the ingest process to the analysis, as builtin values: what crosses the socket.
+
+marshal, not pickle: both ends are the same program on the same machine, started together, and it is
+several times faster. A node's communicators rarely change, so they are sent only when they do.
+"""
+
+from __future__ import annotations
+
+import marshal
+from dataclasses import astuple, fields
+
+import numpy as np
+
+from lanterne.collector.batch import (
+    HISTOGRAM_BINS,
+    Communicators,
+    DecodedBatch,
+    Head,
+    Instances,
+    Summaries,
+    Traffic,
+)
+from lanterne.collector.clock import ClockObservation
+
+Item = DecodedBatch | ClockObservation
+Packed = tuple[object, ...]
+
+_HEAD = tuple(f.name for f in fields(Head))
+_COMMUNICATORS = tuple(f.name for f in fields(Communicators))
+
+
+class Packer:
+    """Items -> bytes; the other end needs an Unpacker that is fed everything in order."""
+
+    def __init__(self, nodes: int = 8_192) -> None:
+        """nodes: whose communicators both ends remember; beyond it they begin anew."""
+        self._nodes = nodes
+        self._known: dict[str, Communicators] = {}
+
+    def pack(self, items: list[Item]) -> bytes:
+        full = len(self._known) >= self._nodes
+        if full:
+            self._known.clear()
+        return marshal.dumps((full, [self._item(item) for item in items]))
+
+    def _item(self, item: Item) -> Packed:
+        if isinstance(item, ClockObservation):
+            return astuple(item)
+        head, c = item.head, item.communicators
+        changed = None
+        if self._known.get(head.node) is not c:
+            self._known[head.node] = c
+            changed = tuple([getattr(c, name) for name in _COMMUNICATORS])
+        i, s, t = item.instances, item.summaries, item.traffic
+        return (
+            None,  # no clock observation begins like this
+            tuple([getattr(head, name) for name in _HEAD]),
+            changed,
+            (i.words.tobytes(), i.small.tobytes(), i.large.tobytes()),
+            (
+                s.communicator.tobytes(),
+                s.small.tobytes(),
+                s.large.tobytes(),
+                s.histogram.tobytes(),
+            ),
+            (t.words.tobytes(), t.large.tobytes()),
+        )
+
+
+class Unpacker:
+    def __init__(self) -> None:
+        self._known: dict[str, Communicators] = {}
+
+    def unpack(self, data: bytes) -> list[Item]:
+        # Written by our own child process, never by anyone else.
+        anew, packed = marshal.loads(data)
+        if anew:
+            self._known.clear()
+        return [self._item(item) for item in packed]
+
+    def _item(self, packed: tuple) -> Item:  # type: ignore[type-arg]
+        if packed[0] is not None:
+            return ClockObservation(*packed)
+        _, head_values, changed, instances, summaries, traffic = packed
+        head = Head(*head_values)
+        if changed is not None:
+            self._known[head.node] = Communicators(*changed)
+        u4, u1, i8 = np.uint32, np.uint8, np.int64
+        communicator = np.frombuffer(summaries[0], u4)
+        rows = len(communicator)
+        return DecodedBatch(
+            head=head,
+            communicators=self._known[head.node],
+            instances=Instances(
+                np.frombuffer(instances[0], u4).reshape(2, -1),
+                np.frombuffer(instances[1], u1).reshape(5, -1),
+                np.frombuffer(instances[2], i8).reshape(4, -1),
+            ),
+            summaries=Summaries(
+                communicator,
+                np.frombuffer(summaries[1], u1).reshape(3, rows),
+                np.frombuffer(summaries[2], i8).reshape(4, rows),
+                np.frombuffer(summaries[3], u4).reshape(rows, HISTOGRAM_BINS),
+            ),
+            traffic=Traffic(
+                np.frombuffer(traffic[0], u4).reshape(2, -1),
+                np.frombuffer(traffic[1], i8).reshape(2, -1),
+            ),
+        )

@@ -1,0 +1,100 @@
+"""The check: what is asked of it, in which order, and the report. See docs/gpu-check.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import check_cost, check_cuda, check_nccl, check_nvml, host
+from tests.gpu.context import Context
+from tests.gpu.result import Report, skipped
+from tests.gpu.runtime import MANIFEST, unpack
+from tests.gpu.watch import Watch
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = ("doctor", "addresses", "cuda_counts", "torch_counts", "nccl_early", "nccl_late",
+          "nccl_plugin", "nvml", "launch_cost")  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="tests/gpu/check", description=__doc__)
+    top.add_argument("out", nargs="?", type=Path, default=Path("gpu-check.json"), metavar="OUT")
+    top.add_argument("--bundle", type=Path, help="folder made by make gpu-bundle")
+    top.add_argument("--only", action="append", choices=CHECKS, help="these checks (repeatable)")
+    top.add_argument("--rig", type=Path, help="folder of the CPU stand-ins, to try the check itself")
+    top.add_argument("--python", default="", help="with a bundle that has no Python: this one")
+    return top
+
+
+def find_bundle(given: Path | None) -> Path:
+    """The one named, the one this file is in, or the one in the source tree."""
+    for folder in (given, ROOT, ROOT / "build" / "gpu-bundle"):
+        if folder is not None and (folder / MANIFEST).exists():
+            return folder.resolve()
+    raise SystemExit("gpu check: no bundle; make one with make gpu-bundle, or name it by --bundle")
+
+
+def rig_host(root: Path) -> host.Host:
+    """The stand-ins, loaded by path; only they are watched, so that no job here is touched."""
+    return host.Host(
+        libcuda=str(root / "libcuda.so.1"),
+        libnccl=str(root / "libnccl.so.2"),
+        smi=(sys.executable, str(Path(__file__).with_name("start.py")), "rig_smi"),
+        torch=False,
+        include=(f"{root}/*",),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    if os.geteuid() != 0:
+        raise SystemExit("gpu check: run it as root; probes need it")
+    bundle = find_bundle(options.bundle)
+    if options.rig is not None:
+        os.environ["LD_LIBRARY_PATH"] = str(options.rig)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    report = Report(lambda line: print(line, flush=True))
+    with tempfile.TemporaryDirectory(prefix="lanterne-gpu-") as name:
+        folder = Path(name)
+        found = rig_host(options.rig) if options.rig else host.look()
+        runtime = unpack(bundle, folder / "prefix", python=options.python,
+                         driver_folders=found.driver_folders)  # fmt: skip
+        report.host = host.describe(found) | {"bundle": dict(runtime.versions)}
+        with Watch(folder, runtime, found) as watch:
+            context = Context(folder, found, runtime, watch, options.rig is not None)
+            run_checks(report, context, options.only or CHECKS)
+    report.write(options.out)
+    count = {status: sum(check["status"] == status for check in report.checks)
+             for status in ("passed", "failed", "skipped")}  # fmt: skip
+    print(f"{options.out}: " + ", ".join(f"{number} {status}" for status, number in count.items()))
+    return 0 if report.passed else 1
+
+
+def run_checks(report: Report, context: Context, wanted: Any) -> None:
+    doctor: dict[str, Any] = {"libraries": []}
+    for name in CHECKS:
+        if name not in wanted:
+            continue
+        if name == "doctor":
+            doctor = dict(report.run(name, lambda: check_cuda.doctor(context)).numbers).get(
+                "report", doctor
+            )
+        elif name == "addresses":
+            symbols = check_cuda.probed(doctor)
+            report.run(name, lambda: check_cuda.addresses(context, symbols))  # noqa: B023
+        else:
+            check = {
+                "cuda_counts": check_cuda.counts,
+                "torch_counts": check_cuda.torch_counts,
+                "nccl_early": check_nccl.early,
+                "nccl_late": check_nccl.late,
+                "nccl_plugin": check_nccl.plugin,
+                "nvml": check_nvml.nvml,
+                "launch_cost": check_cost.cost,
+            }.get(name, lambda _: skipped("no such check"))
+            report.run(name, lambda: check(context))  # noqa: B023
