@@ -19,6 +19,8 @@ from lanterne.agent import commhash, identity
 from lanterne.agent.creations import Creations, Pending
 from lanterne.agent.events import I64, NO_SLOT, U16, CommTable, Records
 from lanterne.agent.identity import (
+    DEEPEP,
+    DEEPEP_TAG,
     GLOO,
     MAX_ATTEMPTS,
     NCCL,
@@ -70,6 +72,7 @@ class Registry:
         self._rank = np.zeros(self.rows, np.uint32)
         self._resolved = np.zeros(self.rows, np.bool_)
         self._complete = np.zeros(self.rows, np.bool_)
+        self._expert = np.zeros(self.rows, np.bool_)
         self.evicted = 0
         self.failed_inits = 0
         self.without_slot = 0  # operations with no row to go to
@@ -170,11 +173,11 @@ class Registry:
         slot = heapq.heappop(self._free)
         comm = Communicator(slot, tgid, pointer, facts.start_ticks)
         comm.workload = identity.workload_of(facts.environ, self._variables)
-        comm.library = self._only_library(tgid)
+        comm.library = DEEPEP if pointer >> 48 == DEEPEP_TAG else self._only_library(tgid)
         self._comms[slot] = self._by_key[tgid, pointer] = comm
         self._unresolved[slot] = comm
         self._lookup.put(slot, tgid, pointer, time_ns)
-        self._resolved[slot] = self._complete[slot] = False
+        self._resolved[slot] = self._complete[slot] = self._expert[slot] = False
         return comm
 
     def _end(self, tgid: int, pointer: int, time_ns: int) -> None:
@@ -287,6 +290,9 @@ class Registry:
         """One attempt; a communicator stays in `_unresolved` until nothing more can be learned."""
         if comm.library == GLOO:
             identity.gloo(comm, self._process(comm.tgid))
+        elif comm.library == DEEPEP:
+            of_process = [c for (tgid, _), c in self._by_key.items() if tgid == comm.tgid]
+            identity.experts(comm, self._process(comm.tgid), of_process)
         else:
             identity.derive(comm, self._version(comm.tgid))
             identity.from_structure(comm, self._processes, self._libraries(comm.tgid))
@@ -297,6 +303,7 @@ class Registry:
             self._unresolved.pop(comm.slot, None)
         comm.next_try_ns = now_ns + pause_ns(comm.attempts)
         comm.role = identity.role_of(comm.name, self._roles)
+        self._expert[comm.slot] = identity.is_expert(comm.name, comm.role)
         slot = comm.slot
         self._complete[slot] = comm.complete
         self._resolved[slot] = comm.resolved
@@ -314,11 +321,11 @@ class Registry:
         return facts
 
     def _set_library(self, comm: Communicator, probe: int) -> None:
-        if self._gloo_probes:
+        if self._gloo_probes and comm.library != DEEPEP:
             comm.library = GLOO if probe in self._gloo_probes else NCCL
 
     def _only_library(self, tgid: int) -> int:
-        kinds = {library.kind for library in self._libraries(tgid)} - {"cuda"}
+        kinds = {library.kind for library in self._libraries(tgid)} - {"cuda", "deepep", "nccl_ep"}
         return GLOO if kinds == {"gloo"} else NCCL
 
     def _version(self, tgid: int) -> int | None:
@@ -328,7 +335,7 @@ class Registry:
     # -- what others see --------------------------------------------------------------------
 
     def table(self) -> CommTable:
-        return CommTable(self._n_ranks, self._rank, self._resolved, self._complete)
+        return CommTable(self._n_ranks, self._rank, self._resolved, self._complete, self._expert)
 
     @property
     def pending_dropped(self) -> int:

@@ -22,13 +22,17 @@ _AGAIN_SCANS = 30  # scans until maps are read again though the size is the same
 _IN_TURN = 16  # quiet processes, and kernel threads, that are looked at again in one scan
 
 _CANDIDATES = (
+    ("nccl_ep", re.compile(r"libnccl_ep\.so[.\d]*$")),
     ("nccl", re.compile(r"lib(nccl|rccl)[-.\w]*\.so[.\d]*$")),
     ("gloo", re.compile(r"libtorch_cpu\.so$")),
     ("cuda", re.compile(r"libcuda\.so[.\d]*$")),
+    ("deepep", re.compile(r"deep_ep_cpp[-.\w]*\.so$")),
 )
+# A name that many packages have: the folder decides.
+_DEEPEP = re.compile(r"(?:.*/)?deep_ep/_C[-.\w]*\.so")
 _NOT_NCCL = re.compile(r"lib(nccl|rccl)[-_](net|profiler|tuner|env|ep|gin)")
 # Around the names that `kind_of` decides on: whole maps are searched before lines are cut.
-_CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so)")
+_CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so)|/deep_ep")
 _LIKELY = (b"python", b"nvidia", b"libcuda", b"libtorch", b"/dev/kfd", b"libhsa")
 
 Key = tuple[int, int]
@@ -81,7 +85,7 @@ def kind_of(path: str) -> str | None:
     for kind, pattern in _CANDIDATES:
         if pattern.fullmatch(name):
             return None if kind == "nccl" and _NOT_NCCL.match(name) else kind
-    return None
+    return "deepep" if _DEEPEP.fullmatch(path) else None
 
 
 def device_number(text: str) -> int:

@@ -44,6 +44,8 @@ ELEMENT_BYTES[:12] = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 
 TIMES_RANKS = np.zeros(256, np.bool_)
 TIMES_RANKS[[Func.REDUCE_SCATTER, Func.ALL_TO_ALL, Func.SCATTER]] = True
+EXPERTS = np.zeros(256, np.bool_)
+EXPERTS[[Func.DISPATCH, Func.COMBINE]] = True
 SENDS = np.zeros(256, np.bool_)
 SENDS[[Func.SEND, Func.PUT_SIGNAL, Func.SIGNAL]] = True
 
@@ -73,6 +75,7 @@ class CommTable:
     rank: U32
     resolved: Bool
     complete: Bool
+    expert: Bool | None = None  # named or configured as expert-parallel; None: nobody is
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,9 @@ def evidence_of(records: Records, rules: Rules) -> U8:
     An entry time is an arrival (`enqueue`) only where this thread had just waited for the GPU:
     it returned from a synchronise call at most `max_sync_age_us` ago and has enqueued at most
     `max_launches` kernels and operations since. All else is order, not time; and so is what is
-    recorded into a CUDA graph, which does not run now.
+    recorded into a CUDA graph, which does not run now. Dispatch and combine of expert-parallel
+    libraries are several launches each: the host's wait for the others' counts is evidence, the
+    time of a launch is none.
     """
     flags = records["flags"]
     captured = (flags & np.uint8(Flag.CAPTURE)) != 0
@@ -191,6 +196,7 @@ def evidence_of(records: Records, rules: Rules) -> U8:
         & (records["sync_age_us"] <= rules.max_sync_age_us)
     )
     evidence = np.where(fresh, np.uint8(ENQUEUE), np.uint8(ORDER))
+    evidence[EXPERTS[records["func"]]] = ORDER
     evidence[waited] = BLOCKING
     evidence[captured] = ORDER
     return evidence

@@ -20,7 +20,7 @@ from lanterne.probes.layout import COUNTERS
 LOST_REASONS = tuple(name.removeprefix("lost_") for name in COUNTERS if name.startswith("lost_"))
 SOURCES = ("uprobes", "nvml", "host")
 LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
-LIBRARY_KINDS = ("nccl", "gloo", "cuda")
+LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep")
 DROP_REASONS = ("queue_full", "refused")
 
 

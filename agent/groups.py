@@ -18,6 +18,8 @@ counted in `forced`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from lanterne.agent.events import (
@@ -45,11 +47,24 @@ from lanterne.probes.layout import RECORD, Flag, Func
 CALL_GRACE_NS = 60 * 10**9
 
 
+# (records, slots, first row of each run, their lengths, rules) -> operations and traffic.
+Assemble = Callable[[Records, U16, I64, I64, Rules], tuple[Operations, PeerBytes]]
+
+
 class Groups:
     """Holds the open groups between drains; not thread-safe."""
 
-    def __init__(self, rules: Rules, *, grace_ns: int = 100_000_000, max_records: int = 1 << 17):
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        grace_ns: int = 100_000_000,
+        max_records: int = 1 << 17,
+        assemble: Assemble | None = None,
+    ):
+        """`assemble` makes the operations of complete runs; None: those of sends and receives."""
         self._rules = rules
+        self._assemble = assemble or _assemble
         self._grace_ns = grace_ns
         self._max_records = max_records
         self._records: Records = np.empty(0, RECORD)
@@ -86,14 +101,14 @@ class Groups:
             rows[:] = False
         if not open_.any():
             self._records, self._slots = np.empty(0, RECORD), np.empty(0, np.uint16)
-            return _assemble(records, slots, starts, lengths, self._rules)
+            return self._assemble(records, slots, starts, lengths, self._rules)
         self._records, self._slots = rows_of(records, rows), slots[rows]
         done = ~rows
         if not done.any():
             return empty_operations(), empty_peers()
         lengths = lengths[~open_]
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-        return _assemble(rows_of(records, done), slots[done], starts, lengths, self._rules)
+        return self._assemble(rows_of(records, done), slots[done], starts, lengths, self._rules)
 
     def _open(self, records: Records, slots: U16, starts: I64, now_ns: int) -> Bool:
         """Of each run: may more of its records come? A thread has one group at a time, so only the
@@ -105,7 +120,8 @@ class Groups:
         ends = np.append(starts[1:], len(records)) - 1
         flags = records["flags"][ends]
         blocking = (flags & np.uint8(Flag.BLOCKING)) != 0
-        called = (flags & np.uint8(Flag.P2P)) == 0  # the call itself: nothing comes after it
+        # The call itself: nothing comes after it.
+        called = blocking & ((flags & np.uint8(Flag.P2P)) == 0)
         patience = np.where(blocking, CALL_GRACE_NS, self._grace_ns)
         silent = records["enter_ns"][ends].astype(np.int64) + patience < now_ns
         grouped = records["group"][starts] != 0

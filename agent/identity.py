@@ -8,6 +8,7 @@ environment. Functions here fill in a Communicator; `resolved` says whether it i
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,7 +20,9 @@ from lanterne.agent.process import MAX_TEXT, Processes, printable
 from lanterne.agent.structure import MAX_RANKS, Offsets
 from lanterne.probes.layout import CommFlag, CommKind
 
-NCCL, GLOO = 1, 2  # telemetry.proto Library
+NCCL, GLOO, DEEPEP = 1, 2, 3  # telemetry.proto Library
+DEEPEP_TAG = 0xDEE9  # upper 16 bits of the number that stands for a DeepEP buffer's ranks
+PATIENT_ATTEMPTS = 6  # until a DeepEP exchange is named without an NCCL communicator; some 0.7 s
 INIT_ARGUMENTS, DERIVED, STRUCTURE, STORE, ENVIRONMENT, PROCESS = 1, 2, 3, 4, 5, 6  # Identity
 MAX_ATTEMPTS = 14
 FIRST_RETRY_NS = 20_000_000
@@ -71,6 +74,9 @@ class Communicator:
     @property
     def resolved(self) -> bool:
         return self.comm_hash != 0 and 0 <= self.rank < self.n_ranks
+
+
+_EXPERT = re.compile(r"(?<![a-z])(?:ep|experts?|moe)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,61 @@ def gloo(comm: Communicator, facts: ProcessFacts) -> None:
     label = comm.name or f"context {number}"
     comm.comm_hash = commhash.stable_hash("gloo", label, where, size)
     comm.identity = ENVIRONMENT
+
+
+def experts(comm: Communicator, facts: ProcessFacts, siblings: Sequence[Communicator]) -> None:
+    """Hash of the ranks that exchange through DeepEP, whose launchers tell rank and size only.
+
+    Where they are the whole job (WORLD_SIZE), MASTER_ADDR and MASTER_PORT name them on every host.
+    Else the NCCL communicator of the same process with the same rank and size does: one that is
+    called expert-parallel, or the only one, or the one made first if all were seen being made (a
+    job's ranks make theirs in one order). Without one, after some patience, the environment and
+    the size: wrong where one job has two such groups, whose ranks then collide and are refused.
+    """
+    same = [
+        other
+        for other in siblings
+        if other.library == NCCL
+        and other.resolved
+        and (other.n_ranks, other.rank) == (comm.n_ranks, comm.rank)
+    ]
+    comm.name = "deepep"
+    comm.bus_id = next((other.bus_id for other in siblings if other.bus_id), "")
+    if comm.resolved:
+        return
+    if not 0 <= comm.rank < comm.n_ranks:
+        comm.reason = "size and rank not seen yet"
+        return
+    env, size = facts.environ, str(comm.n_ranks)
+    address = env.get("MASTER_ADDR", "")
+    store = f"{address}:{env.get('MASTER_PORT', '')}" if address else ""
+    whole_job = store and env.get("WORLD_SIZE") == size
+    chosen = None if whole_job else _of_experts(same)
+    if chosen is not None:
+        comm.parent_hash = chosen.comm_hash
+        comm.comm_hash = commhash.stable_hash("deepep", f"{chosen.comm_hash:016x}", size)
+        comm.identity = DERIVED
+    elif whole_job or comm.attempts >= PATIENT_ATTEMPTS:
+        where = store or comm.workload or f"session {facts.session}"
+        comm.comm_hash = commhash.stable_hash("deepep", where, size)
+        comm.identity = ENVIRONMENT
+    else:
+        comm.reason = "no NCCL communicator of the same rank and size seen yet"
+
+
+def _of_experts(same: Sequence[Communicator]) -> Communicator | None:
+    named = [other for other in same if is_expert(other.name, other.role)]
+    candidates = named or same
+    if len({other.comm_hash for other in candidates}) <= 1:
+        return candidates[0] if candidates else None
+    if all(other.born_ns for other in candidates):
+        return min(candidates, key=lambda other: other.born_ns)
+    return None
+
+
+def is_expert(name: str, role: str) -> bool:
+    """Whether a communicator's name or configured role calls it expert-parallel."""
+    return bool(_EXPERT.search(role.replace("_", " ")) or _EXPERT.search(name.replace("_", " ")))
 
 
 def workload_of(environ: Mapping[str, str], variables: Sequence[str]) -> str:

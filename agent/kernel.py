@@ -16,15 +16,15 @@ from lanterne.probes import catalog, layout, rows
 
 from . import bpf
 from .compiler import run_loader
-from .errors import KernelError
+from .errors import AttachError, KernelError
 from .slots import SlotTable
 from .support import KernelSupport, probe_support, read_text
 
 __all__ = ["KernelSupport", "Programs", "load", "probe_support", "program_names"]
 
 _COUNTER_SLOTS = 16
-_SOURCES = ("state", "collective", "comm", "group", "cuda")
-_MAPS = ("ring", "comm_ring", "threads", "comms", "counters", "cuda")
+_SOURCES = ("state", "collective", "comm", "group", "cuda", "moe")
+_MAPS = ("ring", "comm_ring", "threads", "comms", "counters", "cuda", "rows")
 
 
 class Programs:
@@ -42,10 +42,29 @@ class Programs:
         self._cpus = _possible_cpus()
         self._threads = SlotTable(fds["threads"], rows.THREAD, rows.MAX_THREADS, "id")
         self._comms = SlotTable(fds["comms"], rows.COMM, rows.MAX_COMMS, "key")
+        self._derived: dict[bytes, int] = {}
 
     def program(self, name: str) -> int:
         """Descriptor of a BPF function."""
         return self._fds[name]
+
+    def cookie(self, row: catalog.Row) -> int:
+        """The number under which the programs find a row. A derived one is written into their map
+        at first; libraries of one layout share it. Raises AttachError when the map is full."""
+        if row.id:
+            return row.id
+        packed = catalog.pack_row(row, catalog.Arch(platform.machine())).tobytes()
+        number = self._derived.get(packed)
+        if number is None:
+            number = rows.DERIVED_ROWS + len(self._derived)
+            if number >= rows.MAX_ROWS:
+                raise AttachError(
+                    f"more than {rows.MAX_ROWS - rows.DERIVED_ROWS} layouts of expert-parallel "
+                    "libraries on one host: leave some out with probes.exclude"
+                )
+            bpf.update(self._fds["rows"], struct.pack("<I", number), packed)
+            self._derived[packed] = number
+        return number
 
     def counters(self) -> dict[str, int]:
         """layout.COUNTERS, summed over CPUs."""

@@ -6,24 +6,30 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lanterne.probes import catalog
+from lanterne.probes import catalog, deepep
 
 from . import code, libnccl
 from .elf import ElfFile
 from .libnccl import CommOffsets
-from .symbols import Symbol, code_of, functions
+from .symbols import Symbol, code_of, functions, matching
 
 
 @dataclass(frozen=True)
 class Site:
     """One probed place: catalog row, symbol, offset in the file, and what stands there. ``cheap``:
-    the kernel emulates the instruction (None: unknown)."""
+    the kernel emulates the instruction (None: unknown). ``derived``: the row where it is not one
+    of the catalog's (``row`` is 0 then)."""
 
     row: int
     symbol: str
     offset: int
     cheap: bool | None
     first_instruction: str
+    derived: catalog.Row | None = None
+
+    @property
+    def what(self) -> catalog.Row:
+        return self.derived or catalog.BY_ID[self.row]
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,10 @@ def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
         exported |= {*libnccl.GETTERS, libnccl.VERSION_GETTER}
     symbols = functions(file, exported, local)
     rows = catalog.select(library, symbols, gloo_rank_offset=_gloo_rank_offset(file, symbols))
+    if library is catalog.Library.DEEPEP:
+        launchers = matching(file, deepep.PATTERN)
+        symbols |= launchers
+        rows += tuple(row for row in map(deepep.derive, launchers) if row)
     sites = tuple(_site(file, row, symbols[row.symbol]) for row in rows)
     version = libnccl.version_of(file, symbols) if nccl else None
     return AttachedLibrary(
@@ -80,4 +90,11 @@ def _gloo_rank_offset(file: ElfFile, symbols: Mapping[str, Symbol]) -> int | Non
 
 def _site(file: ElfFile, row: catalog.Row, symbol: Symbol) -> Site:
     place = code.choose_site(code_of(file, symbol, 4096), symbol.address)
-    return Site(row.id, row.symbol, symbol.offset + place.skip, place.cheap, place.instruction)
+    return Site(
+        row.id,
+        row.symbol,
+        symbol.offset + place.skip,
+        place.cheap,
+        place.instruction,
+        None if row.id else row,
+    )

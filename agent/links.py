@@ -108,7 +108,7 @@ class Links:
             self._programs.program(function),
             path,
             [site.offset for site in sites],
-            [site.row for site in sites],
+            [self._programs.cookie(site.what) for site in sites],
             at_return=at_return,
         )
         (self._returns if at_return else self._entries).append(link)
@@ -118,7 +118,8 @@ class Links:
         for site in sites:
             event = bpf.open_uprobe(kind, return_bit if at_return else 0, path, site.offset)
             self._events.append(event)
-            link = bpf.link_perf_event(self._programs.program(function), event, site.row)
+            cookie = self._programs.cookie(site.what)
+            link = bpf.link_perf_event(self._programs.program(function), event, cookie)
             (self._returns if at_return else self._entries).append(link)
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ def _by_function(sites: Sequence[Site]) -> list[tuple[str, bool, list[Site]]]:
     returns: dict[str, list[Site]] = {}
     entries: dict[str, list[Site]] = {}
     for site in sites:
-        entry, at_return = catalog.PROGRAMS[catalog.BY_ID[site.row].program]
+        entry, at_return = catalog.PROGRAMS[site.what.program]
         if entry:
             entries.setdefault(entry, []).append(site)
         if at_return:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lanterne.agent import events
+from lanterne.agent import classify, events
 from lanterne.agent.comms import Registry
 from lanterne.agent.encode import Context, Head, encode
-from lanterne.agent.events import NO_SLOT, Records, Rules
+from lanterne.agent.events import NO_SLOT, U16, Records, Rules
 from lanterne.agent.groups import Groups
 from lanterne.agent.windows import Windows
 from lanterne.probes.layout import RECORD
@@ -28,6 +28,7 @@ class Pipeline:
     ):
         self.registry = registry
         self.groups = Groups(rules, grace_ns=grace_ns)
+        self.rooted = Groups(rules, grace_ns=grace_ns, assemble=classify.Rooted(registry.table()))
         self.windows = Windows(registry.rows, start_ns)
         self._rules = rules
         self._head = head
@@ -40,13 +41,14 @@ class Pipeline:
         if len(comm_events):
             self.registry.apply(comm_events)
         self.registry.resolve(now_ns)
-        if not len(records) and not self.groups.held:
+        if not len(records) and not self.groups.held and not self.rooted.held:
             return
         slots = self.registry.assign(records)
         if len(slots) and int(slots.max()) == NO_SLOT:
             placed = slots != NO_SLOT
             records, slots = events.rows_of(records, placed), slots[placed]
         self._rows += len(records)
+        records, slots = self._take_rooted(records, slots, now_ns)
         grouped = events.point_to_point(records)
         if not grouped.any():
             self.windows.add(events.collectives(records, slots, self._rules))
@@ -59,6 +61,17 @@ class Pipeline:
             self.windows.add(events.collectives(single, slots[alone], self._rules))
             records, slots = events.rows_of(records, grouped), slots[grouped]
         self.windows.add(*self.groups.add(records, slots, now_ns))
+
+    def _take_rooted(self, records: Records, slots: U16, now_ns: int) -> tuple[Records, U16]:
+        """Sets groups of broadcasts and of reduces apart; -> the other records."""
+        rooted = classify.rooted(records)
+        if rooted.any():
+            mine, of = events.rows_of(records, rooted), slots[rooted]
+            records, slots = events.rows_of(records, ~rooted), slots[~rooted]
+            self.windows.add(*self.rooted.add(mine, of, now_ns))
+        elif self.rooted.held:
+            self.windows.add(*self.rooted.add(records[:0], slots[:0], now_ns))
+        return records, slots
 
     @property
     def full(self) -> bool:
@@ -78,9 +91,10 @@ class Pipeline:
     ) -> list[tuple[int, bytes]]:
         """End the window; -> (sequence, encoded batch) pairs. `context` is asked after the columns
         are made, so that its totals cover them."""
-        if final or self.groups.held:
-            empty = np.empty(0, RECORD), np.empty(0, np.uint16)
-            self.windows.add(*self.groups.add(*empty, end_ns, close=final))
+        for groups in (self.groups, self.rooted):
+            if final or groups.held:
+                empty = np.empty(0, RECORD), np.empty(0, np.uint16)
+                self.windows.add(*groups.add(*empty, end_ns, close=final))
         registry = self.registry
         window = self.windows.close(end_ns, stride, registry.table(), final=final)
         named = np.zeros(1 << 16, np.bool_)

@@ -56,12 +56,19 @@ class Roles:
             self._told[rows] = False
 
     def assign(
-        self, operations: Operations, complete: Bool, held_before: Bool, *, final: bool = False
+        self,
+        operations: Operations,
+        complete: Bool,
+        held_before: Bool,
+        *,
+        whole: Bool,
+        final: bool = False,
     ) -> tuple[U8, Bool]:
         """Role of each operation, and which to hold back until their successor is known.
 
         `operations` are sorted by slot, in order within it; `complete` per operation: its
-        communicator was seen from its creation; `held_before`: held in the last window already.
+        communicator was seen from its creation; `held_before`: held in the last window already;
+        `whole`: it reaches every rank.
         """
         role = np.zeros(len(operations), np.uint8)
         hold = np.zeros(len(operations), np.bool_)
@@ -72,6 +79,7 @@ class Roles:
         if order is not None:
             operations, complete = operations.take(order), complete[order]
             lane_of, held_before = lane_of[order], held_before[order]
+            whole = whole[order]
         starts = np.flatnonzero(np.r_[True, lane_of[1:] != lane_of[:-1]])
         drift = operations.seq.astype(np.int64) - np.arange(len(operations))
         follows = self._next_seq[lane_of[starts]] == operations.seq[starts]
@@ -87,7 +95,7 @@ class Roles:
             if final:
                 waits[:] = False
             sorted_role[a2a], sorted_hold[a2a] = roles, waits
-        self._plain_lanes(operations, lane_of, starts, complete, sorted_role)
+        self._plain_lanes(operations, lane_of, starts, complete & whole, sorted_role)
         self._remember(operations, lane_of, a2a, sorted_role, sorted_hold, starts)
         if order is None:
             return sorted_role, sorted_hold
@@ -146,7 +154,7 @@ class Roles:
         """Equal splits: alternate from the beginning where all signs agree. Writes into `role`."""
         proper = operations.uniform & is_all_to_all(operations.op) & ~operations.error
         ends = np.append(starts[1:], len(operations))
-        plain = np.logical_and.reduceat(proper, starts) & complete[starts]
+        plain = np.logical_and.reduceat(proper & complete, starts)
         lanes = lane_of[starts]
         self._plain[lanes] &= plain
         for i in np.flatnonzero(self._plain[lanes]):

@@ -7,6 +7,7 @@ ELF-64, little-endian.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from .errors import ElfError
 
 MAX_SYMBOLS = 1 << 20
 MAX_STRINGS = 48 << 20
+MAX_MATCHES = 64  # names of one pattern
 _MAX_HITS = 64  # places where one name may occur inside the string table
 
 _SYMBOL = np.dtype(
@@ -67,13 +69,32 @@ def functions(
     return found
 
 
+def matching(file: ElfFile, pattern: re.Pattern[bytes]) -> dict[str, Symbol]:
+    """Functions whose whole name matches; from .symtab where .dynsym has none (hidden names)."""
+    for kind in ("SHT_DYNSYM", "SHT_SYMTAB"):
+        found: dict[str, Symbol] = {}
+        for section in [one for one in file.sections if one.type == kind][:2]:
+            text, _ = _tables(file, section)
+            names = {match[1].decode() for match in _whole(pattern).finditer(text)}
+            file.bounded(len(names), MAX_MATCHES, "matching symbols")
+            found |= _search(file, section, names)
+        if found:
+            return found
+    return {}
+
+
+def _whole(pattern: re.Pattern[bytes]) -> re.Pattern[bytes]:
+    return re.compile(b"(" + pattern.pattern + b")\\0")
+
+
 def code_of(file: ElfFile, symbol: Symbol, limit: int = 256) -> bytes:
     """The first bytes of a function, at most ``limit``."""
     size = min(symbol.size or limit, limit, file.size - symbol.offset)
     return file.read(symbol.offset, size, f"code of {symbol.name}")
 
 
-def _search(file: ElfFile, section: Section, names: Collection[str]) -> dict[str, Symbol]:
+def _tables(file: ElfFile, section: Section) -> tuple[bytes, np.ndarray]:
+    """-> (string table, symbol table with everything in it)."""
     if section.entry_size != _SYMBOL.itemsize:
         raise file.error(f"symbols of {section.entry_size} bytes instead of 24")
     count = file.bounded(section.size // _SYMBOL.itemsize, MAX_SYMBOLS, "symbols")
@@ -84,7 +105,11 @@ def _search(file: ElfFile, section: Section, names: Collection[str]) -> dict[str
         raise file.error(f"string table of {strings.size} bytes, more than {MAX_STRINGS}")
     text = file.read(strings.offset, strings.size, "string table")
     content = file.read(section.offset, count * _SYMBOL.itemsize, "symbol table")
-    table = np.frombuffer(content, _SYMBOL)
+    return text, np.frombuffer(content, _SYMBOL)
+
+
+def _search(file: ElfFile, section: Section, names: Collection[str]) -> dict[str, Symbol]:
+    text, table = _tables(file, section)
     kind = table["info"] & 15
     defined = table[
         ((kind == _STT_FUNC) | (kind == _STT_IFUNC)) & (table["shndx"] != 0) & (table["value"] != 0)

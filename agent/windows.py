@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lanterne.agent.classify import Pairs
 from lanterne.agent.events import (
     CAPTURED,
     U8,
@@ -24,7 +25,7 @@ from lanterne.agent.events import (
     empty_operations,
     scaled_bytes,
 )
-from lanterne.agent.roles import Roles, classify
+from lanterne.agent.roles import UNKNOWN, Roles, classify
 from lanterne.agent.summaries import Summaries, summarize
 from lanterne.agent.vectors import (
     PeerBytes,
@@ -34,6 +35,7 @@ from lanterne.agent.vectors import (
     merge_peers,
     take_peers,
 )
+from lanterne.probes.layout import Func
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Windows:
         self._patience = patience
         self._max_waiting = max_waiting
         self._roles = Roles(slots)
+        self._pairs = Pairs(slots)
         self._exchanging = np.zeros(slots, np.bool_)
         self._captured = np.zeros(slots, np.bool_)
         self._parts: list[Operations] = []
@@ -82,6 +85,7 @@ class Windows:
     def forget(self, slots: U16) -> None:
         """Before slots are used for other communicators."""
         self._roles.forget(slots)
+        self._pairs.forget(slots)
         self._exchanging[slots] = False
         self._captured[slots] = False
 
@@ -109,9 +113,7 @@ class Windows:
         if len(operations) and (operations.slot[1:] < operations.slot[:-1]).any():
             order = np.argsort(operations.slot, kind="stable")
             operations, before = operations.take(order), before[order]
-        role, hold = self._roles.assign(
-            operations, table.complete[operations.slot], before, final=final
-        )
+        role, hold = self._assign(operations, table, before, final=final)
         self._held = operations.take(hold) if hold.any() else empty_operations()
         if hold.any():
             operations, role = operations.take(~hold), role[~hold]
@@ -125,6 +127,24 @@ class Windows:
         )
         self._start_ns = end_ns
         return window
+
+    def _assign(
+        self, operations: Operations, table: CommTable, before: Bool, *, final: bool
+    ) -> tuple[U8, Bool]:
+        """Role of each operation, and which to hold back."""
+        role, hold = self._pairs.assign(operations, table, before, final=final)
+        rest = np.flatnonzero(~hold)
+        others = operations.take(rest) if len(rest) < len(operations) else operations
+        n_ranks = table.n_ranks[others.slot]
+        # Neighbours that exchange equal parts (pipeline stages) look alike again and again, too:
+        # only where every rank is reached, this one included, do equal parts tell a role.
+        whole = (others.op == Func.ALL_TO_ALL) | (others.lane == 0) | (others.send_peers >= n_ranks)
+        found, waits = self._roles.assign(
+            others, table.complete[others.slot], before[rest], whole=whole, final=final
+        )
+        role[rest] = np.where(found != UNKNOWN, found, role[rest])
+        hold[rest] = waits
+        return role, hold
 
     def _set_aside(
         self,

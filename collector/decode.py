@@ -125,8 +125,8 @@ def _communicator(data: bytes, longest: int) -> tuple[object, ...]:
         refuse("n_ranks", f"n_ranks {c.n_ranks} is not between 1 and {MAX_RANKS}")
     if c.rank >= c.n_ranks:
         refuse("rank", f"rank {c.rank} of a communicator of {c.n_ranks} ranks")
-    if c.library not in (1, 2):
-        refuse("enumeration", f"library {c.library} is not 1 (nccl) or 2 (gloo)")
+    if c.library not in (1, 2, 3):
+        refuse("enumeration", f"library {c.library} is not 1 (nccl), 2 (gloo) or 3 (deepep)")
     if not 0 <= c.identity <= 6:
         refuse("enumeration", f"identity {c.identity} is not between 0 and 6")
     if c.pid_start_ticks >= TIME_LIMIT_NS:

@@ -24,6 +24,8 @@ class Library(StrEnum):
     NCCL = "nccl"
     GLOO = "gloo"
     CUDA = "cuda"
+    DEEPEP = "deepep"
+    NCCL_EP = "nccl_ep"
 
 
 class Program(StrEnum):
@@ -42,6 +44,8 @@ class Program(StrEnum):
     SYNC = "sync"
     CAPTURE_BEGIN = "capture_begin"
     CAPTURE_END = "capture_end"
+    MOE = "moe"
+    MOE_NOTIFY = "moe_notify"
 
 
 # Program -> (BPF function at entry, BPF function at return).
@@ -59,6 +63,8 @@ PROGRAMS: Mapping[Program, tuple[str | None, str | None]] = {
     Program.SYNC: ("sync_entry", "sync_return"),
     Program.CAPTURE_BEGIN: (None, "capture_begin"),
     Program.CAPTURE_END: ("capture_end", None),
+    Program.MOE: ("moe_entry", None),
+    Program.MOE_NOTIFY: (None, "moe_notified"),
 }
 
 
@@ -130,7 +136,8 @@ NO_TRAITS = Trait(0)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One probe point. ``local``: only in .symtab, never exported."""
+    """One probe point. ``local``: only in .symtab, never exported. ``id`` 0: derived from a name of
+    the library itself; it gets its number when it is placed."""
 
     id: int
     library: Library
@@ -423,6 +430,67 @@ _CUDA = (
     _cuda(107, "cuStreamEndCapture_ptsz", Program.CAPTURE_END),
 )
 
+# ---------------------------------------------------------------- expert-parallel libraries
+
+
+def in_struct(index: int, offset: int, width: int = 4) -> Place:
+    """A member of a structure passed by value as the index-th argument, too large for registers:
+    x86-64 copies it to the stack, where it is the only such one; aarch64 passes its address."""
+    base = _STACK_BASE[Arch.X86_64]
+    return Place(
+        Source(SourceKind.STACK, 0, width, base + offset),
+        Source(SourceKind.MEMORY, index, width, offset),
+    )
+
+
+def _elastic(row_id: int, name: str, func: Func, members: Mapping[str, int], unit: int) -> Row:
+    fields = {Field[which.upper()]: in_struct(2, offset) for which, offset in members.items()}
+    # CUlaunchConfig: six extents and the shared memory's size come before the stream.
+    fields |= {Field.STREAM: memory(1, 32), Field.UNIT: constant(unit)}
+    symbol = f"_ZN7deep_ep7elastic{name}11launch_implERKP9CUfunc_stRK17CUlaunchConfig_stNS1_4ArgsE"
+    traits = Trait.EXPERTS
+    return Row(row_id, Library.DEEPEP, symbol, Program.MOE, func, Flag.BYTES, traits, fields=fields)
+
+
+def _experts() -> tuple[Row, ...]:
+    """DeepEP's elastic buffer and NCCL EP. The rows of DeepEP's launchers are derived (deepep.py).
+
+    Offsets in the elastic Args: DWARF of sgl-deep-ep 0.1.2.post1. The program takes no row whose
+    rank and size make no sense, so another layout is a counted loss and not a wrong number.
+    NCCL EP: nccl_ep.h of nccl-extensions 0.1.0, whose public structs are append-only; the handle
+    begins with its group and the group with its ncclComm_t, number of ranks and rank (DWARF).
+    """
+    dispatch = {
+        "out_ranks": 20, "n_ranks": 24, "scale": 28, "top_k": 44, "count": 152, "out_rank": 208,
+        "rank": 212,
+    }  # fmt: skip
+    combine = {
+        "out_ranks": 12, "n_ranks": 16, "scale": 20, "top_k": 32, "out_rank": 128, "rank": 132,
+        "count": 136,
+    }  # fmt: skip
+    group = {
+        Field.COMM: chain(0, 0, 0),
+        Field.N_RANKS: chain(0, 0, 8, 4),
+        Field.RANK: chain(0, 0, 12, 4),
+        Field.TOP_K: memory(0, 68, 4),
+    }
+
+    def call(row_id: int, name: str, func: Func, tokens: Place, stream: int) -> Row:
+        fields = {**group, Field.COUNT: tokens, Field.STREAM: argument(stream)}
+        return Row(
+            row_id, Library.NCCL_EP, name, Program.MOE, func, traits=Trait.TENSOR, fields=fields
+        )
+
+    return (
+        _elastic(110, "15DispatchRuntime", Func.DISPATCH, dispatch, 1),
+        _elastic(111, "14CombineRuntime", Func.COMBINE, combine, 2),
+        # The tokens that this rank contributes: inputs->tokens of a dispatch, and of a combine
+        # outputs->tokens, because its inputs are as large as the receive buffer.
+        call(112, "ncclEpDispatch", Func.DISPATCH, memory(1, 8), 5),
+        call(113, "ncclEpCombine", Func.COMBINE, memory(2, 8), 4),
+    )
+
+
 COLLECTIVES = _collectives()
 ROWS: tuple[Row, ...] = (
     _ENQUEUE,
@@ -431,6 +499,7 @@ ROWS: tuple[Row, ...] = (
     *_GROUPS,
     *_gloo_rows(),
     *_CUDA,
+    *_experts(),
 )
 BY_ID: Mapping[int, Row] = {row.id: row for row in ROWS}
 
@@ -481,17 +550,17 @@ def pack(arch: Arch) -> np.ndarray:
     """All rows as the programs read them: (MAX_ROWS,) of rows.ROW, index = row id."""
     packed = np.zeros(MAX_ROWS, ROW)
     for row in ROWS:
-        packed[row.id]["func"] = row.func
-        packed[row.id]["flags"] = row.flags
-        packed[row.id]["traits"] = row.traits
-        for which, place in row.fields.items():
-            source = place.on(arch)
-            packed[row.id]["source"][which] = (
-                source.kind,
-                source.reg,
-                source.width,
-                0,
-                source.first,
-                source.second,
-            )
+        packed[row.id] = pack_row(row, arch)
+    return packed
+
+
+def pack_row(row: Row, arch: Arch) -> np.void:
+    """One row as the programs read it."""
+    packed: np.void = np.zeros(1, ROW)[0]
+    packed["func"], packed["flags"], packed["traits"] = row.func, row.flags, row.traits
+    for which, place in row.fields.items():
+        source = place.on(arch)
+        packed["source"][which] = (
+            source.kind, source.reg, source.width, 0, source.first, source.second
+        )  # fmt: skip
     return packed

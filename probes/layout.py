@@ -32,7 +32,8 @@ RECORD = np.dtype(
         ("func", "u1"),
         ("dtype", "u1"),
         ("flags", "u1"),
-        ("pad", "u1", (3,)),
+        ("top_k", "u1"),
+        ("pad", "u1", (2,)),
     ]
 )
 
@@ -144,4 +145,7 @@ class Func(IntEnum):
     ALL_TO_ALL_V = 32
     BARRIER = 33
     P2P_GROUP = 34
+    DISPATCH = 35
+    COMBINE = 36
+    REDUCE_SCATTER_V = 37
     UNKNOWN = 255

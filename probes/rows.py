@@ -40,6 +40,13 @@ class Field(IntEnum):
     CONFIG = 12
     VECTOR = 13
     RECEIVE_VECTOR = 14
+    TOP_K = 15
+    UNIT = 16
+    HALVED = 17
+    PHASES = 18
+    WORST = 19
+    OUT_RANK = 20
+    OUT_RANKS = 21
 
 
 class Trait(IntFlag):
@@ -49,6 +56,9 @@ class Trait(IntFlag):
     GLOO = 2
     GRAPH = 4
     FREES = 8
+    EXPERTS = 16
+    NOTIFIED = 32
+    TENSOR = 64
 
 
 SOURCE = np.dtype(
@@ -83,7 +93,8 @@ THREAD = np.dtype(
         ("depth", "<u4"),
         ("capture", "<u4"),
         ("pending", "<u4"),
-        ("pad", "<u4", (3,)),
+        ("pad", "<u4"),
+        ("notified_ns", "<u8"),
     ]
 )
 
@@ -101,6 +112,7 @@ COMM = np.dtype(
 
 MAX_THREADS = 16384
 MAX_COMMS = 16384
-MAX_ROWS = 128
+MAX_ROWS = 256
+DERIVED_ROWS = 128  # from here on: rows that are derived from a library's own symbols
 MAX_PEERS = 64
 MAX_PENDING = 64

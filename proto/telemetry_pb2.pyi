@@ -20,6 +20,7 @@ class Library(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LIBRARY_UNSPECIFIED: _ClassVar[Library]
     LIBRARY_NCCL: _ClassVar[Library]
     LIBRARY_GLOO: _ClassVar[Library]
+    LIBRARY_DEEPEP: _ClassVar[Library]
 
 class Identity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +39,7 @@ STATUS_RETRY: Status
 LIBRARY_UNSPECIFIED: Library
 LIBRARY_NCCL: Library
 LIBRARY_GLOO: Library
+LIBRARY_DEEPEP: Library
 IDENTITY_UNSPECIFIED: Identity
 IDENTITY_INIT_ARGUMENTS: Identity
 IDENTITY_DERIVED: Identity

@@ -28,6 +28,9 @@ NAMES = {
     32: "all_to_all_v",
     33: "barrier",
     34: "p2p_group",
+    35: "dispatch",
+    36: "combine",
+    37: "reduce_scatter_v",
     255: "unknown",
 }
 
@@ -37,7 +40,7 @@ ALL_REDUCE, ALL_GATHER, ALL_TO_ALL_V, P2P_GROUP = 4, 2, 32, 34
 # operations and plain send/recv do not; a group of sends and receives does where it is the
 # dispatch or combine of an expert layer.
 SYMMETRIC: npt.NDArray[np.bool_] = np.zeros(256, dtype=bool)
-SYMMETRIC[[2, 3, 4, 8, 11, 32, 33]] = True
+SYMMETRIC[[2, 3, 4, 8, 11, 32, 33, 35, 36, 37]] = True
 
 # Names of one and the same exchange, as the ranks' own parts in it look.
 POINT_TO_POINT: npt.NDArray[np.bool_] = np.zeros(256, dtype=bool)

@@ -15,7 +15,7 @@ from lanterne.collector.align import Extents
 from lanterne.collector.analyse.who import Node, Resolved, Slot
 from lanterne.collector.batch import Communicators, DecodedBatch
 
-LIBRARIES = ("", "nccl", "gloo")
+LIBRARIES = ("", "nccl", "gloo", "deepep")
 REPLACED_AFTER_NS = 10**9  # a rank that another process claims sooner is a conflict
 
 

@@ -141,7 +141,7 @@ int enqueue_check(struct pt_regs *ctx)
 	r->func = func < 32 ? (u8)func : 255;
 	r->dtype = (u8)info[5];
 	fill_from_thread(r, t, flags);
-	r->pad[0] = r->pad[1] = r->pad[2] = 0;
+	r->top_k = r->pad[0] = r->pad[1] = 0;
 	ring.ringbuf_submit(r, NO_WAKEUP);
 	count(LANTERNE_N_SUBMITTED);
 	return 0;
@@ -228,7 +228,7 @@ static inline void fill_from_arguments(struct lanterne_record *r, struct lantern
 	r->rc = 0;
 	r->probe = call->probe;
 	r->func = row->func;
-	r->pad[0] = r->pad[1] = r->pad[2] = 0;
+	r->top_k = r->pad[0] = r->pad[1] = 0;
 	if (fetch(a, &row->source[LANTERNE_COUNT], &v))
 		v = 0;
 	if (row->source[LANTERNE_SCALE].kind) {

@@ -50,7 +50,8 @@ struct lanterne_record {
 	__u8 func;             /* ncclFunc_t numbering of 2.29+, above 31 ours (layout.Func) */
 	__u8 dtype;            /* ncclDataType_t; 255: unknown */
 	__u8 flags;
-	__u8 pad[3];
+	__u8 top_k;            /* experts per token of a dispatch or combine; 0: unknown */
+	__u8 pad[2];
 };
 
 /* What happened in a communicator's life. */

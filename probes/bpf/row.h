@@ -38,6 +38,13 @@ enum lanterne_field {
 	LANTERNE_CONFIG, /* ncclConfig_t pointer */
 	LANTERNE_VECTOR, /* first element of the bytes sent per peer (u64 each) */
 	LANTERNE_RECEIVE_VECTOR, /* likewise of the bytes received */
+	LANTERNE_TOP_K,  /* experts per token */
+	LANTERNE_UNIT,   /* bytes of what SCALE counts */
+	LANTERNE_HALVED, /* bool: the count is half of that */
+	LANTERNE_PHASES, /* of a low-latency exchange: 1 sends, 2 receives, 3 both */
+	LANTERNE_WORST,  /* not 0: the host does not wait for the counts of the others */
+	LANTERNE_OUT_RANK,  /* rank is OUT_RANK * N_RANKS + RANK, of OUT_RANKS * N_RANKS */
+	LANTERNE_OUT_RANKS,
 	LANTERNE_FIELDS,
 };
 
@@ -45,6 +52,9 @@ enum lanterne_field {
 #define LANTERNE_R_GLOO     (1 << 1) /* communicator is a gloo::Context: rank and size in it */
 #define LANTERNE_R_GRAPH    (1 << 2) /* a launch of a whole graph */
 #define LANTERNE_R_FREES    (1 << 3) /* the communicator does not exist after this call */
+#define LANTERNE_R_EXPERTS  (1 << 4) /* no communicator in the arguments: rank and size name it */
+#define LANTERNE_R_NOTIFIED (1 << 5) /* the host has waited for all ranks since notify_dispatch */
+#define LANTERNE_R_TENSOR   (1 << 6) /* COUNT is an ncclEpTensor_t pointer */
 
 struct lanterne_row {
 	__u8 func;   /* layout.Func, or LANTERNE_C_* of a communicator row */
@@ -55,7 +65,7 @@ struct lanterne_row {
 };
 
 _Static_assert(sizeof(struct lanterne_source) == 12, "rows.SOURCE mirrors this");
-_Static_assert(sizeof(struct lanterne_row) == 184, "rows.ROW mirrors this");
+_Static_assert(sizeof(struct lanterne_row) == 268, "rows.ROW mirrors this");
 
 /* State of one thread, one cache line; `threads` is scanned by the agent to free the dead. */
 struct lanterne_thread {
@@ -68,7 +78,8 @@ struct lanterne_thread {
 	__u32 depth;
 	__u32 capture;        /* open stream captures */
 	__u32 pending;        /* communicators created in the open group */
-	__u32 pad[3];
+	__u32 pad;
+	__u64 notified_ns;    /* return of notify_dispatch; 0: none, or its dispatch has begun */
 };
 
 /* State of one communicator in one process. */
@@ -87,7 +98,7 @@ _Static_assert(sizeof(struct lanterne_comm) == 40, "rows.COMM mirrors this");
 
 #define LANTERNE_THREADS 16384 /* sets of 4 */
 #define LANTERNE_COMMS   16384 /* sets of 4 */
-#define LANTERNE_ROWS    128
+#define LANTERNE_ROWS    256
 #define LANTERNE_PEERS   64    /* peers of one call that are told, at most */
 #define LANTERNE_PENDING 64    /* communicators created in one group that are looked at again */
 

@@ -130,6 +130,9 @@ def measure(*, ranks: int, size: int, rate: int, seconds: int) -> dict[str, floa
 
     The delay of a window: its batches arrive evenly over the second after it has ended (agents are
     not in step), the work takes what it takes here, and a snapshot follows once a second.
+
+    Cost per rank: flat from 512 to 16,384. At 64 it is higher, not lower: a window costs some 1.5
+    ms whatever is in it (a few hundred numpy calls), a third of what the events of 64 ranks cost.
     """
     rng = np.random.default_rng(1)
     engine = Engine(EngineConfig(), boot_id=BOOT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.gpu.context import Context
@@ -50,11 +50,11 @@ def doctor(context: Context) -> Result:
     )
 
 
-def probed(report: dict[str, Any]) -> set[str]:
-    """The symbols of libcuda that doctor would probe."""
+def probed(numbers: Mapping[str, Any]) -> set[str]:
+    """The symbols of libcuda that doctor would probe. `numbers`: of its check."""
     return {
         site["symbol"]
-        for library in report["libraries"]
+        for library in numbers.get("report", {}).get("libraries", ())
         if "libcuda" in library["path"]
         for site in library["sites"]
     }
@@ -63,7 +63,7 @@ def probed(report: dict[str, Any]) -> set[str]:
 def addresses(context: Context, symbols: set[str]) -> Result:
     """What the runtime gets from cuGetProcAddress must be where the probes are."""
     if not symbols:
-        return skipped("doctor named no probe in libcuda")
+        return skipped("the check doctor named no probe in libcuda")
     with context.driver("addresses", nccl=False) as driver:
         found: dict[str, str] = driver.ask("addresses")["found"]
     hidden = sorted(asked for asked, export in found.items() if not export)

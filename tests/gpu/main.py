@@ -7,18 +7,20 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.gpu import check_cost, check_cuda, check_nccl, check_nvml, host
 from tests.gpu.context import Context
-from tests.gpu.result import Report, skipped
+from tests.gpu.result import Report, Result
 from tests.gpu.runtime import MANIFEST, unpack
 from tests.gpu.watch import Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ("doctor", "addresses", "cuda_counts", "torch_counts", "nccl_early", "nccl_late",
-          "nccl_plugin", "nvml", "launch_cost")  # fmt: skip
+          "nccl_plugin", "device_times", "nvml", "launch_cost")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,26 +77,27 @@ def main(arguments: list[str]) -> int:
     return 0 if report.passed else 1
 
 
-def run_checks(report: Report, context: Context, wanted: Any) -> None:
-    doctor: dict[str, Any] = {"libraries": []}
+def run_checks(report: Report, context: Context, wanted: Collection[str]) -> None:
+    """In order; two checks judge what the one before them has found."""
+    simple: dict[str, Callable[[Context], Result]] = {
+        "doctor": check_cuda.doctor,
+        "cuda_counts": check_cuda.counts,
+        "torch_counts": check_cuda.torch_counts,
+        "nccl_early": check_nccl.early,
+        "nccl_late": check_nccl.late,
+        "nccl_plugin": check_nccl.plugin,
+        "nvml": check_nvml.nvml,
+        "launch_cost": check_cost.cost,
+    }
+    found: dict[str, Mapping[str, Any]] = {}
     for name in CHECKS:
         if name not in wanted:
             continue
-        if name == "doctor":
-            doctor = dict(report.run(name, lambda: check_cuda.doctor(context)).numbers).get(
-                "report", doctor
-            )
-        elif name == "addresses":
-            symbols = check_cuda.probed(doctor)
-            report.run(name, lambda: check_cuda.addresses(context, symbols))  # noqa: B023
+        if name == "addresses":
+            symbols = check_cuda.probed(found.get("doctor", {}))
+            result = report.run(name, partial(check_cuda.addresses, context, symbols))
+        elif name == "device_times":
+            result = report.run(name, partial(check_nccl.device_times, found.get("nccl_plugin", {})))
         else:
-            check = {
-                "cuda_counts": check_cuda.counts,
-                "torch_counts": check_cuda.torch_counts,
-                "nccl_early": check_nccl.early,
-                "nccl_late": check_nccl.late,
-                "nccl_plugin": check_nccl.plugin,
-                "nvml": check_nvml.nvml,
-                "launch_cost": check_cost.cost,
-            }.get(name, lambda _: skipped("no such check"))
-            report.run(name, lambda: check(context))  # noqa: B023
+            result = report.run(name, partial(simple[name], context))
+        found[name] = result.numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
 START = Path(__file__).resolve().parent / "start.py"
 
 
@@ -24,6 +26,11 @@ def wait_for(condition: Callable[[], Any], timeout: float, what: str, every: flo
             raise TimeoutError(f"not within {timeout:.0f} s: {what}")
         time.sleep(every)
     return value
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel ends it when this process is gone, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Child:
@@ -40,6 +47,7 @@ class Child:
                 stderr=out,
                 env=env,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self.pid = self.process.pid
 

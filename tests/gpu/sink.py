@@ -24,6 +24,7 @@ EVIDENCE = ("order", "device", "blocking", "enqueue")
 def line_of(batch: Any) -> dict[str, Any]:
     import numpy as np
     from google.protobuf.json_format import MessageToDict
+
     from lanterne.probes.layout import Func
 
     columns = {
@@ -80,6 +81,7 @@ class Receiver:
 
 def main(arguments: list[str]) -> int:
     import grpc
+
     from lanterne.proto import telemetry_pb2 as pb
 
     server = grpc.server(futures.ThreadPoolExecutor(8))

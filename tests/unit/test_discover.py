@@ -44,7 +44,7 @@ def test_maps() -> None:
         ("/x/libcudart.so.12", None),
         ("/x/libnccl-net.so", None),
         ("/x/libnccl-profiler-x.so", None),
-        ("/x/libnccl_ep.so", None),
+        ("/x/libnccl_ep.so", "nccl_ep"),
         ("/x/libtorch_cuda.so", None),
         ("/x/mylibnccl.so.2", None),
     ],

@@ -1,0 +1,114 @@
+"""Which files hold an NCCL of their own under another name: frameworks and programs that link it
+statically, and renamed copies.
+
+A file counts if it defines what only the library itself defines. A wrapper that is preloaded, or a
+caller, has ncclGroupEnd at most, not pncclGroupEnd beside it; probing both the wrapper and the
+library would count every call twice. Each inode is looked at once, by its string tables; a scan
+looks at so many files and bytes, the rest waits for the next one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from .discover import Key, Mapped, ways_to_open
+from .elf import ElfFile, open_regular
+from .errors import ElfError
+from .inodes import same_file
+from .symbols import MAX_STRINGS, functions
+
+MARKS = ("pncclGroupEnd", "pncclAllReduce")  # both must be defined
+MAX_FILES = 512  # in one scan
+MAX_BYTES = 256 << 20  # of string tables in one scan
+MAX_KNOWN = 1 << 15
+_FORGET_SCANS = 600  # inode numbers are used again: what is known is not known for ever
+_MAX_SECTIONS = 4096
+_SECTION_BYTES = 64
+_SHT_STRTAB = 3
+
+_SECTION = np.dtype(
+    {
+        "names": ["type", "offset", "size"],
+        "formats": ["<u4", "<u8", "<u8"],
+        "offsets": [4, 24, 32],
+        "itemsize": _SECTION_BYTES,
+    }
+)
+
+
+class Linked:
+    """Remembers for each inode whether an NCCL is in it. Not thread-safe."""
+
+    def __init__(self, proc: Path) -> None:
+        self._proc = proc
+        self._known: dict[Key, bool] = {}
+        self._files = self._bytes = self._scans = 0
+
+    def begin(self) -> None:
+        """A new scan, with all it may look at."""
+        self._files, self._bytes = MAX_FILES, MAX_BYTES
+        self._scans += 1
+        if self._scans % _FORGET_SCANS == 0 or len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+
+    def holds(self, pid: int, mapped: Mapped) -> bool | None:
+        """Whether the file is an NCCL; None: not looked at yet, ask again in the next scan."""
+        known = self._known.get(mapped.key)
+        if known is not None:
+            return known
+        if self._files <= 0 or self._bytes <= 0:
+            return None
+        self._files -= 1
+        fd = self._open(pid, mapped)
+        if fd is None:
+            return False  # not remembered: another process may let us at it
+        try:
+            found = self._look(fd, mapped.path)
+        except (ElfError, OSError, ValueError, IndexError, OverflowError, MemoryError):
+            found = False  # whatever it is, it is no library that could be probed
+        finally:
+            os.close(fd)
+        self._known[mapped.key] = found
+        return found
+
+    def _open(self, pid: int, mapped: Mapped) -> int | None:
+        for path in ways_to_open(self._proc, pid, mapped):
+            try:
+                fd = open_regular(path)
+            except ElfError:
+                continue
+            if same_file(os.fstat(fd), mapped.key):
+                return fd
+            os.close(fd)
+        return None
+
+    def _look(self, fd: int, path: str) -> bool:
+        needle = MARKS[0].encode() + b"\0"
+        if not any(needle in table for table in self._string_tables(fd)):
+            return False
+        # The name may stand there as something that is only used.
+        return len(functions(ElfFile(fd, path), MARKS, ())) == len(MARKS)
+
+    def _string_tables(self, fd: int) -> list[bytes]:
+        """Read here with few instructions, since it is done for every file of a GPU process."""
+        head = os.pread(fd, 64, 0)
+        if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
+            return []
+        at = int.from_bytes(head[40:48], "little")
+        size, count = (int.from_bytes(head[i : i + 2], "little") for i in (58, 60))
+        if not at or at >= 1 << 62 or size != _SECTION_BYTES or not 0 < count <= _MAX_SECTIONS:
+            return []
+        raw = os.pread(fd, count * _SECTION_BYTES, at)
+        sections = np.frombuffer(raw[: len(raw) // _SECTION_BYTES * _SECTION_BYTES], _SECTION)
+        tables = []
+        for section in sections[sections["type"] == _SHT_STRTAB][:8]:
+            length = int(section["size"])
+            if 0 < length <= MAX_STRINGS and length <= self._bytes:
+                self._bytes -= length
+                tables.append(os.pread(fd, length, int(section["offset"])))
+            elif length <= MAX_STRINGS:
+                self._bytes = 0
+        return tables
