@@ -36,9 +36,7 @@ def burst(paths: RigPaths, number: int) -> None:
     """`number` processes at once, each with a communicator of its own and fifty calls."""
     command = [str(paths.call), "--count=50", "--out-of-place"]
     env = dict(os.environ) | paths.env()
-    running = [
-        subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for _ in range(number)
-    ]
+    running = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for _ in range(number)]
     for process in running:
         assert process.wait(60) == 0
 
@@ -65,8 +63,9 @@ def test_short_lived_processes_leave_nothing(stack: Stack, paths: RigPaths) -> N
     ) as holder:  # fmt: skip
         try:
             wait_for(
-                lambda: stack.agent_metrics().total("lanterne_agent_libraries", state="attached")
-                >= 2,
+                lambda: (
+                    stack.agent_metrics().total("lanterne_agent_libraries", state="attached") >= 2
+                ),
                 30,
                 f"libraries attached\n{stack.logs()}",
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import mmap
+import struct
 import subprocess
 import sys
 import time
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from lanterne.agent import bpf
 from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_calls
 from tests.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(240)]
 
+BPF_PROG_GET_NEXT_ID = 11
 RANKS = 4
 BASE = {"ranks": RANKS, "tokens": 32, "hidden": 64, "layers": 2, "attn_us": 3000, "mode": "eager"}
 
@@ -89,13 +91,27 @@ def acknowledged(stack: Stack) -> bool:
     return stack.agent_metrics().total("lanterne_agent_queue_batches") <= 1
 
 
-def our_programs() -> int:
-    """Loaded BPF programs of type kprobe whose name is one of ours."""
-    done = subprocess.run(
-        ["bpftool", "-j", "prog", "show"], capture_output=True, text=True, check=True
-    )
-    names = {p.get("name", "") for p in json.loads(done.stdout)}
-    return len(names & {"enqueue_check", "pair_entry", "group_start", "sync_entry"})
+def programs_of(pid: int) -> set[int]:
+    """Ids of the BPF programs that a process holds."""
+    found = set()
+    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
+        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+        if "prog_id" in fields:
+            found.add(int(fields["prog_id"]))
+    return found
+
+
+def loaded_programs() -> set[int]:
+    """Ids of all BPF programs in the kernel."""
+    found: set[int] = set()
+    at = 0
+    while True:
+        try:
+            _, answer = bpf.bpf(BPF_PROG_GET_NEXT_ID, struct.pack("<4I", at, 0, 0, 0))
+        except OSError:  # ENOENT: that was the last
+            return found
+        at = struct.unpack_from("<4I", answer)[1]
+        found.add(at)
 
 
 def test_killed_agent_leaves_job_and_kernel_alone(stack: Stack, paths: RigPaths) -> None:
@@ -109,9 +125,12 @@ def test_killed_agent_leaves_job_and_kernel_alone(stack: Stack, paths: RigPaths)
         job.release()
         job.wait_ready()
         wait_for(lambda: counted(stack, "w") > 0, 30, "operations at the collector")
-        assert our_programs() > 0
+        assert stack.agent is not None
+        ours = programs_of(stack.agent.pid)
+        assert ours
+        assert ours <= loaded_programs()
         stack.kill("agent")
-        wait_for(lambda: our_programs() == 0, 10, "no program of ours is loaded")
+        wait_for(lambda: not ours & loaded_programs(), 10, "none of its programs is loaded")
         assert all(process.poll() is None for process in job.processes)
         # Back again: the communicators are older than the agent now, and are still named.
         stack.start_agent()
