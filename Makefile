@@ -47,7 +47,8 @@ test-torch: setup-torch ## end to end with real PyTorch and Gloo
 	@LANTERNE_TORCH_PYTHON="$(TORCH_PY)" $(PY) -m pytest -m torch $(ARGS)
 
 test-nccl: setup-nccl ## probes on the real libnccl wheels (some 300 MB each, kept in build/nccl; ALL=1: ten)
-	@LANTERNE_NCCL_DIR="$(abspath build/nccl)" $(PY) -m pytest -m nccl $(ARGS)
+	@LANTERNE_NCCL_DIR="$(abspath build/nccl)" LANTERNE_WHEELS_DIR="$(abspath build/wheels)" \
+		$(PY) -m pytest -m nccl $(ARGS)
 
 test-kernel-vm: setup ## kernel tests on Linux 6.1 and on aarch64, emulated; slow (ARCH=x86_64|arm64)
 	@bash tests/setup.sh vm
@@ -76,3 +77,9 @@ clean: ## what the targets made, except the virtual environments and the NCCL wh
 	@rm -rf build/site build/lib build/bdist.* build/rig *.egg-info .mypy_cache .ruff_cache \
 		.pytest_cache .hypothesis .import_linter_cache
 	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+TYPED_TESTS += $(wildcard tests/gpu/*.py)
+
+.PHONY: gpu-bundle
+gpu-bundle: setup ## the check of one NVIDIA host, and all it may lack (docs/gpu-check.md)
+	@$(PY) -m tests.gpu.bundle

@@ -8,16 +8,19 @@ only when its last link stands. The kernel removes the probes when the agent end
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from . import elf, library
 from .discover import Discovery, Key, Mapped, ProcessInfo, ways_to_open
 from .errors import AttachError, ElfError
+from .inodes import Real, real_file, same_file
 from .kernel import Programs
 from .library import AttachedLibrary
+from .linked import Linked
 from .links import Closer, Links
 
 MAX_LIBRARIES = 256
@@ -54,9 +57,11 @@ class Attacher:
         self._programs = programs
         self._proc = proc
         self._closer = closer or Closer()
-        self._discovery = Discovery(proc, include, exclude)
+        self._linked = Linked(proc)
+        self._discovery = Discovery(proc, include, exclude, self._linked.holds)
         self._libraries: dict[Key, AttachedLibrary] = {}
         self._links: dict[Key, Links] = {}
+        self._real: dict[Key, Real] = {}
         self._unused: dict[Key, int] = {}
         self._retry: dict[Key, int] = {}
         self._processes: dict[int, ProcessInfo] = {}
@@ -65,6 +70,7 @@ class Attacher:
 
     def scan(self) -> Scan:
         """One pass: attaches new inodes, lets go of unused ones. One bad file harms no other."""
+        self._linked.begin()
         found = self._discovery.scan()
         new: list[AttachedLibrary] = []
         failed: list[str] = []
@@ -124,14 +130,23 @@ class Attacher:
                     continue
                 try:
                     status = os.fstat(fd)
-                    if not _same_file(status, one.key):
+                    if not same_file(status, one.key):
                         reasons.append(f"{path}: another file lies there now")
                         continue
-                    return self._attach(key, fd, one, str(path))
+                    self._real[key] = real = real_file(fd, status)
+                    return self._shared(key, real) or self._attach(key, fd, one, str(path))
                 finally:
                     os.close(fd)
         reason = reasons[0] if reasons else "cannot be reached"
         return library.failed(mapped.path, "", mapped.kind, reason)
+
+    def _shared(self, key: Key, real: Real) -> AttachedLibrary | None:
+        """The library where another mount's view of the very inode is attached already."""
+        for other, links in self._links.items():
+            if other != key and self._real.get(other) == real:
+                self._links[key] = links
+                return self._libraries[other]
+        return None
 
     def _attach(self, key: Key, fd: int, mapped: Mapped, host_path: str) -> AttachedLibrary:
         try:
@@ -151,7 +166,7 @@ class Attacher:
         except AttachError as error:
             return library.failed(mapped.path, host_path, mapped.kind, str(error))
         self._links[key] = links
-        return found
+        return replace(found, since_ns=time.monotonic_ns())
 
     def _release(self, used: Iterable[Key]) -> None:
         for key in set(self._libraries) - set(used):
@@ -161,8 +176,9 @@ class Attacher:
 
     def _detach(self, key: Key) -> None:
         links = self._links.pop(key, None)
-        if links is not None:
+        if links is not None and all(other is not links for other in self._links.values()):
             links.close()
+        self._real.pop(key, None)
         self._libraries.pop(key, None)
         self._unused.pop(key, None)
         self._retry.pop(key, None)
@@ -193,9 +209,3 @@ class Attacher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _same_file(status: os.stat_result, key: Key) -> bool:
-    """Overlay and btrfs show another device number in maps than in stat: there the inode number
-    decides."""
-    return status.st_ino == key[1]

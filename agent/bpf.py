@@ -55,13 +55,24 @@ def bpf(command: int, attr: bytes) -> tuple[int, bytes]:
 
 
 def link_uprobes(
-    prog_fd: int, path: str, offsets: Sequence[int], cookies: Sequence[int], *, at_return: bool
+    prog_fd: int,
+    path: str,
+    offsets: Sequence[int],
+    cookies: Sequence[int],
+    *,
+    at_return: bool,
+    semaphores: Sequence[int] = (),
 ) -> int:
-    """One multi-uprobe link (6.6+) for any number of file offsets; returns its descriptor."""
+    """One multi-uprobe link (6.6+) for any number of file offsets; returns its descriptor.
+
+    ``semaphores``: per offset the file offset of a USDT semaphore, 0 for none. The kernel raises it
+    in every process that maps the file, now and later, and lowers it when the link goes.
+    """
     name = ctypes.create_string_buffer(os.fsencode(path))
     count = len(offsets)
     where = (ctypes.c_uint64 * count)(*offsets)
     what = (ctypes.c_uint64 * count)(*cookies)
+    counted = (ctypes.c_uint64 * count)(*semaphores) if any(semaphores) else None
     attr = struct.pack(
         "<IIIIQQQQIIII",
         prog_fd,
@@ -70,7 +81,7 @@ def link_uprobes(
         0,
         ctypes.addressof(name),
         ctypes.addressof(where),
-        0,
+        ctypes.addressof(counted) if counted is not None else 0,
         ctypes.addressof(what),
         count,
         _UPROBE_MULTI_RETURN if at_return else 0,

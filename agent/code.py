@@ -100,8 +100,9 @@ def _targets(code: bytes, address: int) -> set[int]:
 
 
 # What arch/arm64/kernel/probes simulates in every release, as (mask, value): b and bl, cbz and
-# cbnz, tbz and tbnz, b.cond, br, blr and ret, adr and adrp, ldr and ldrsw of a literal. The rest is
-# stepped out of line, stp, paciasp and bti too; what newer releases add (nop) is not counted on.
+# cbnz, tbz and tbnz, b.cond, br, blr and ret, adr and adrp. The rest is stepped out of line, stp,
+# paciasp and bti too; what newer releases add (nop) is not counted on. Loads of a literal are
+# refused since 6.12 and its back-ports.
 _SIMULATED_ON_ARM = (
     (0x7C000000, 0x14000000),
     (0x7E000000, 0x34000000),
@@ -109,8 +110,6 @@ _SIMULATED_ON_ARM = (
     (0xFF000010, 0x54000000),
     (0xFF9FFC1F, 0xD61F0000),
     (0x1F000000, 0x10000000),
-    (0xBF000000, 0x18000000),
-    (0xFF000000, 0x98000000),
 )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lanterne.agent import commhash, identity
 from lanterne.agent.creations import Creations, Pending
-from lanterne.agent.events import I64, NO_SLOT, U16, CommTable, Records
+from lanterne.agent.events import I64, NO_SLOT, U16, Bool, CommTable, Records
 from lanterne.agent.identity import (
     DEEPEP,
     DEEPEP_TAG,
@@ -31,8 +31,10 @@ from lanterne.agent.identity import (
 )
 from lanterne.agent.lookup import Lookup
 from lanterne.agent.process import Processes
+from lanterne.agent.structure import MAX_RANKS
 from lanterne.probes.layout import CommFlag, CommKind
 
+PLUGIN_POINTER = (1 << 63) | 1  # in the place of an address, which is even and lower
 QUARANTINE_ROUNDS = 8  # windows; more than windows' patience
 
 
@@ -63,6 +65,7 @@ class Registry:
         self._by_key: dict[tuple[int, int], Communicator] = {}
         self._facts: dict[int, ProcessFacts] = {}
         self._free = list(range(self.rows))  # a heap: low numbers first keeps arrays short
+        self._told: dict[tuple[int, int, int], int] = {}  # by a plugin: slot
         self._unresolved: dict[int, Communicator] = {}
         self._creations = Creations(processes)
         self._lookup = Lookup(self.rows)
@@ -257,6 +260,62 @@ class Registry:
                 self._set_library(comm, int(record["probe"]))
         slots[rows] = found[number]
 
+    def assign_device(self, records: Records) -> tuple[U16, Bool]:
+        """Slot of each layout.DEVICE row, NO_SLOT where it may still become known; and whether the
+        plugin was listened to from the beginning of the communicator, or the collector has to find
+        out how its numbers stand to the others' anyway."""
+        names = ["tgid", "comm_hash", "rank", "n_ranks"]
+        who = np.ascontiguousarray(np.stack([records[n].astype(np.uint64) for n in names], axis=1))
+        different, number = np.unique(who, axis=0, return_inverse=True)
+        slots = np.full(len(different), NO_SLOT, np.uint16)
+        trusted = np.zeros(len(different), np.bool_)
+        for i, (tgid, comm_hash, rank, n_ranks) in enumerate(different.tolist()):
+            comm = self._of_plugin(tgid, comm_hash, rank, n_ranks, int(records["enqueue_ns"].max()))
+            if comm is not None:
+                slots[i] = comm.slot
+                trusted[i] = self._replays_numbered(comm)
+        slots = slots[number.reshape(-1)]
+        self._lookup.used(slots, int(records["enqueue_ns"].max()))
+        return slots, trusted[number.reshape(-1)]
+
+    def _replays_numbered(self, comm: Communicator) -> bool:
+        if comm.replays_numbered is None:
+            plugins = [lib for lib in self._libraries(comm.tgid) if lib.kind == "profiler"]
+            since = max((lib.since_ns for lib in plugins), default=0)
+            comm.replays_numbered = not comm.complete or 0 < since < comm.born_ns
+        return comm.replays_numbered
+
+    def _of_plugin(
+        self, tgid: int, comm_hash: int, rank: int, n_ranks: int, now_ns: int
+    ) -> Communicator | None:
+        who = (tgid, comm_hash, rank)
+        known = self._comms.get(self._told.get(who, -1))
+        same = known is not None and (known.tgid, known.comm_hash, known.rank) == who
+        if known is not None and same and known.ended_round < 0:
+            return known
+        found = None
+        unknown = False
+        for comm in self._comms.values():
+            if comm.tgid != tgid or comm.library != NCCL:
+                continue
+            unknown |= not comm.resolved and comm.ended_round < 0 and comm.attempts < 8
+            if (comm.comm_hash, comm.rank) == (comm_hash, rank):
+                found = comm if found is None or comm.ended_round < 0 else found
+        if found is None and not unknown and 0 <= rank < n_ranks <= MAX_RANKS and comm_hash:
+            # It was made before the agent came and makes no call: it runs in graphs.
+            found = self._new(tgid, comm_hash | PLUGIN_POINTER, now_ns)
+            if found is not None:
+                found.comm_hash, found.rank, found.n_ranks = comm_hash, rank, n_ranks
+                found.library, found.identity = NCCL, identity.STRUCTURE
+                self._unresolved.pop(found.slot, None)
+                self._resolved[found.slot] = True
+                self._n_ranks[found.slot], self._rank[found.slot] = n_ranks, rank
+        if found is not None:
+            if len(self._told) >= self.rows:
+                self._told.clear()
+            self._told[who] = found.slot
+        return found
+
     # -- identity ---------------------------------------------------------------------------
 
     def resolve(self, now_ns: int, *, at_most: int = 64) -> None:
@@ -309,6 +368,10 @@ class Registry:
         self._resolved[slot] = comm.resolved
         if comm.resolved:
             self._n_ranks[slot], self._rank[slot] = comm.n_ranks, comm.rank
+            # What a plugin told of it before it was met goes to it from now on.
+            if self._told.get((comm.tgid, comm.comm_hash, comm.rank), slot) != slot:
+                del self._told[comm.tgid, comm.comm_hash, comm.rank]
+                self._end(comm.tgid, comm.comm_hash | PLUGIN_POINTER, now_ns)
 
     def _process(self, tgid: int) -> ProcessFacts:
         facts = self._facts.get(tgid)
@@ -325,7 +388,12 @@ class Registry:
             comm.library = GLOO if probe in self._gloo_probes else NCCL
 
     def _only_library(self, tgid: int) -> int:
-        kinds = {library.kind for library in self._libraries(tgid)} - {"cuda", "deepep", "nccl_ep"}
+        kinds = {library.kind for library in self._libraries(tgid)} - {
+            "cuda",
+            "deepep",
+            "nccl_ep",
+            "profiler",
+        }
         return GLOO if kinds == {"gloo"} else NCCL
 
     def _version(self, tgid: int) -> int | None:

@@ -228,11 +228,19 @@ class Agent:
             return 0
         read = 0
         while True:
+            # Before the calls: the call of whatever the GPU has run is in the other ring by now.
+            told = uprobes.device.drain(DRAIN_ROWS)
             records = uprobes.records.drain(DRAIN_ROWS)
             comm_events = uprobes.comm_events.drain()
             self._pipeline.feed(records, comm_events, time.monotonic_ns())
-            read += len(records)
-            if len(records) < DRAIN_ROWS or read > 2 * uprobes.capacity or self._pipeline.full:
+            if len(told):
+                self._pipeline.feed_device(told)
+            read += len(records) + len(told)
+            if (
+                max(len(records), len(told)) < DRAIN_ROWS
+                or read > 2 * uprobes.capacity
+                or self._pipeline.full
+            ):
                 return read
 
     # -- window -----------------------------------------------------------------------------
@@ -308,6 +316,9 @@ class Agent:
             comms_unresolved=health.communicators_unresolved,
             comms_evicted=registry.evicted,
             operations_unresolved=health.operations_unresolved,
+            device_operations=self._pipeline.windows.device.operations,
+            device_unmatched=self._pipeline.windows.device.unmatched,
+            device_unplaced=self._pipeline.windows.device.unplaced,
             groups_forced=self._pipeline.groups.forced,
             blind_graph_launches=health.blind_graph_launches,
             probe_runs=stats[0] if stats else None,

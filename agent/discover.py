@@ -4,13 +4,17 @@ A scan is cheap when nothing changes. Kernel threads have no memory and are look
 read again only when the size of the address space has changed, or now and then. A process that maps
 no candidate is looked at again only while it is young or maps Python or a GPU driver, since only
 such a one is likely to open a library later; all others take turns, a bounded number per scan.
+
+A library is a candidate by its file name. What else a process with a GPU driver maps may hold an
+NCCL that was linked statically, and so may files whose names hint at it: those are handed to
+`linked`, file by file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +26,7 @@ _AGAIN_SCANS = 30  # scans until maps are read again though the size is the same
 _IN_TURN = 16  # quiet processes, and kernel threads, that are looked at again in one scan
 
 _CANDIDATES = (
+    ("profiler", re.compile(r"lib[nr]ccl-profiler[-.\w]*\.so[.\d]*$")),
     ("nccl_ep", re.compile(r"libnccl_ep\.so[.\d]*$")),
     ("nccl", re.compile(r"lib(nccl|rccl)[-.\w]*\.so[.\d]*$")),
     ("gloo", re.compile(r"libtorch_cpu\.so$")),
@@ -33,6 +38,11 @@ _DEEPEP = re.compile(r"(?:.*/)?deep_ep/_C[-.\w]*\.so")
 _NOT_NCCL = re.compile(r"lib(nccl|rccl)[-_](net|profiler|tuner|env|ep|gin)")
 # Around the names that `kind_of` decides on: whole maps are searched before lines are cut.
 _CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so)|/deep_ep")
+# Executable mappings of files. Nothing below /dev: opening a device may do something to it.
+_CODE = re.compile(rb"^(\S+) r-x\S \S+ (\S+) ([1-9]\d*) +(/(?!dev/).+)$", re.MULTILINE)
+_DRIVER = re.compile(rb"/lib(?:cuda|amdhip64|hsa-runtime64)\.so")
+_HINTS = (b"nccl", b"NCCL", b"rccl", b"libtorch_cuda", b"libtorch_hip")
+MAX_OTHERS = 1024  # files of one process that are looked into
 _LIKELY = (b"python", b"nvidia", b"libcuda", b"libtorch", b"/dev/kfd", b"libhsa")
 
 Key = tuple[int, int]
@@ -63,11 +73,13 @@ class ProcessInfo:
 class _Seen:
     start_ticks: int
     size: int  # of the address space, bytes
+    stack: int  # where it begins: another one after an exec
     read_size: int = -1  # when the maps were read
     likely: bool = False
     scans: int = 0
     since_read: int = 0
     mapped: tuple[Mapped, ...] = ()
+    others: tuple[Mapped, ...] = ()  # not looked into yet
 
 
 @dataclass
@@ -122,11 +134,45 @@ def parse_maps(text: bytes) -> tuple[Mapped, ...]:
     return tuple(found.values())
 
 
-def parse_stat(stat: bytes) -> tuple[int, int]:
-    """Fields 22 and 23 of /proc/PID/stat: start in ticks, bytes of address space (0: a kernel
-    thread). The name in field 2 may hold spaces and brackets."""
-    fields = stat[stat.rindex(b")") + 2 :].split(None, 21)
-    return int(fields[19]), int(fields[20])
+def other_files(text: bytes) -> tuple[Mapped, ...]:
+    """Files in a /proc/PID/maps that are no candidates by name and may hold an NCCL, those whose
+    names hint at it first. Without a GPU driver in the process only these."""
+    found: dict[Key, tuple[bool, Mapped]] = {}
+    done: set[tuple[bytes, bytes]] = set()
+    everything = _DRIVER.search(text) is not None
+    if not everything and not any(hint in text for hint in _HINTS):
+        return ()
+    for match in _CODE.finditer(text):
+        span, device, inode, name = match.groups()
+        if (device, inode) in done:
+            continue
+        done.add((device, inode))
+        base = name.rsplit(b"/", 1)[-1]
+        hinted = any(hint in base for hint in _HINTS)
+        if not (everything or hinted):
+            continue
+        path = os.fsdecode(name)
+        deleted = path.endswith(" (deleted)")
+        path = path.removesuffix(" (deleted)")
+        if kind_of(path) is not None:
+            continue
+        try:
+            key = (device_number(device.decode()), int(inode))
+        except ValueError:
+            continue
+        found.setdefault(key, (hinted, Mapped(key, "nccl", path, span.decode(), deleted)))
+    ordered = sorted(found.values(), key=lambda one: not one[0])
+    return tuple(mapped for _, mapped in ordered[:MAX_OTHERS])
+
+
+def parse_stat(stat: bytes) -> tuple[int, int, int]:
+    """Fields 22, 23 and 28 of /proc/PID/stat: start in ticks, bytes of address space (0: a kernel
+    thread), bottom of the stack. The name in field 2 may hold spaces and brackets.
+
+    An exec changes neither pid nor start, but where the stack is; 0 for a reader that may not
+    trace the process, and then an exec goes unseen."""
+    fields = stat[stat.rindex(b")") + 2 :].split(None, 26)
+    return int(fields[19]), int(fields[20]), int(fields[25])
 
 
 def wanted(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -137,12 +183,21 @@ def wanted(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
 
 
 class Discovery:
-    """Repeated scans of one /proc."""
+    """Repeated scans of one /proc. ``holds`` says of a file that is no candidate by name whether an
+    NCCL is in it; None: not known yet, ask again in the next scan."""
 
-    def __init__(self, proc: Path, include: Sequence[str], exclude: Sequence[str]) -> None:
+    def __init__(
+        self,
+        proc: Path,
+        include: Sequence[str],
+        exclude: Sequence[str],
+        holds: Callable[[int, Mapped], bool | None] | None = None,
+    ) -> None:
         self._proc = str(proc)
         self._include = tuple(include)
         self._exclude = tuple(exclude)
+        self._holds = holds
+        self._waiting: set[int] = set()  # with files that are not looked into yet
         self._seen: dict[int, _Seen] = {}
         self._without_memory: set[int] = set()  # kernel threads and zombies
         self._turn: list[int] = []
@@ -158,6 +213,9 @@ class Discovery:
         # A number may come back as somebody else's, so they are looked at again in turns.
         looked_at = sorted(pids - self._without_memory) + self._some_without_memory()
         gone += [pid for pid in looked_at if self._look(pid)]
+        for pid in sorted(self._waiting & self._seen.keys()):
+            self._look_into(pid, self._seen[pid])
+        self._waiting &= self._seen.keys()
         unread = self._read_maps()
         found = {
             pid: (seen.start_ticks, seen.mapped) for pid, seen in self._seen.items() if seen.mapped
@@ -178,22 +236,26 @@ class Discovery:
         return some
 
     def _look(self, pid: int) -> bool:
-        """Takes note of one process; -> whether a known one with this number has gone."""
+        """Takes note of one process; -> whether a known one with this number has gone, or has
+        become another program: its memory, and every communicator in it, is no more."""
         known = self._seen.get(pid)
         try:
-            start, size = parse_stat(_read(f"{self._proc}/{pid}/stat"))
+            start, size, stack = parse_stat(_read(f"{self._proc}/{pid}/stat"))
         except (OSError, ValueError, IndexError):
             return self._seen.pop(pid, None) is not None
-        if known is not None and known.start_ticks == start:
-            known.size = size
+        same = known is not None and known.start_ticks == start
+        if known is not None and same and (stack == known.stack or not stack or not known.stack):
+            known.size, known.stack = size, stack or known.stack
             return False
         if size:
-            self._seen[pid] = _Seen(start, size)
+            self._seen[pid] = _Seen(start, size, stack)
             self._without_memory.discard(pid)
         else:
             self._seen.pop(pid, None)
             self._without_memory.add(pid)
-        return known is not None
+        # A scan may see a child between fork and exec. What it becomes may call at once, so nothing
+        # is forgotten of it unless it had something to forget.
+        return known is not None and (not same or bool(known.mapped))
 
     def _read_maps(self) -> int:
         """Reads maps, the likely ones first, at most MAX_MAPS_READ; returns how many were due
@@ -231,6 +293,29 @@ class Discovery:
             if wanted(mapped.path, self._include, self._exclude)
         )
         seen.likely = any(word in text for word in _LIKELY)
+        if self._holds is not None:
+            seen.others = tuple(
+                mapped
+                for mapped in other_files(text)
+                if wanted(mapped.path, self._include, self._exclude)
+            )
+            self._look_into(pid, seen)
+
+    def _look_into(self, pid: int, seen: _Seen) -> None:
+        if self._holds is None:
+            return
+        waiting: list[Mapped] = []
+        for mapped in seen.others:
+            answer = self._holds(pid, mapped)
+            if answer:
+                seen.mapped += (mapped,)
+            elif answer is None:
+                waiting.append(mapped)
+        seen.others = tuple(waiting)
+        if waiting:
+            self._waiting.add(pid)
+        else:
+            self._waiting.discard(pid)
 
 
 def _read(path: str) -> bytes:

@@ -12,7 +12,7 @@ import io
 import os
 import platform
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ MAX_SECTIONS = 4096
 MAX_SEGMENTS = 1024
 MAX_FILE = 1 << 40
 _MAX_NOTES = 1 << 16
+_MAX_NAMES = 1 << 20
 _MAX_PARSED = 1 << 19  # all headers that the limits above allow, and some notes
 _PN_XNUM = 0xFFFF  # more segments than e_phnum can say: the number stands in section 0
 _SEGMENT_BYTES, _SECTION_BYTES = 56, 64
@@ -46,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Section:
-    """One section header; ``type`` as in Segment. Names are not read, nobody needs them."""
+    """One section header; ``type`` as in Segment. Names are read by `sections_named` only."""
 
     type: str | int
     flags: int
@@ -54,6 +55,7 @@ class Section:
     size: int
     link: int
     entry_size: int
+    address: int = 0
 
 
 def open_regular(path: str | Path) -> int:
@@ -107,7 +109,7 @@ class ElfFile:
     """An open ELF file of this machine's architecture; ``fd`` stays the caller's."""
 
     def __init__(self, fd: int, path: str, *, machine: str | None = None) -> None:
-        self._fd = fd
+        self.fd = self._fd = fd
         self.path = path
         self.size = os.fstat(fd).st_size
         self.read(0, 64, "ELF header")
@@ -119,7 +121,8 @@ class ElfFile:
         # To the library's annotations only a full IO is a stream.
         self._stream = cast("IO[bytes]", _Stream(fd, self.size))
         self._file: Any = self._parsed("not an ELF file", partial(ELFFile, self._stream))
-        self._check(machine or platform.machine())
+        self.architecture = machine or platform.machine()
+        self._check(self.architecture)
         self.sections = [self._section(header) for header in self._section_headers()]
         self.segments = [self._segment(header) for header in self._segment_headers()]
         self._text = [s for s in self.segments if s.type == "PT_LOAD" and s.flags & 1]
@@ -205,6 +208,7 @@ class ElfFile:
             header["sh_size"],
             header["sh_link"],
             header["sh_entsize"],
+            header["sh_addr"],
         )
 
     @staticmethod
@@ -237,15 +241,34 @@ class ElfFile:
             size -= len(part)
         return b"".join(parts)
 
-    def file_offset(self, address: int) -> int:
-        """Of a virtual address in an executable segment; ElfError outside."""
-        for segment in self._text:
+    def file_offset(self, address: int, *, data: bool = False) -> int:
+        """Of a virtual address in an executable segment, or in any that is loaded where ``data``;
+        ElfError outside."""
+        loaded = [segment for segment in self.segments if segment.type == "PT_LOAD"]
+        for segment in loaded if data else self._text:
             if segment.address <= address < segment.address + segment.file_size:
                 offset = address - segment.address + segment.offset
                 if offset >= self.size:
                     raise self.error(f"address {address:#x} is behind the end of the file")
                 return offset
-        raise self.error(f"address {address:#x} is in no executable segment")
+        raise self.error(f"address {address:#x} is in no {'' if data else 'executable '}segment")
+
+    def sections_named(self, names: Collection[str]) -> dict[str, Section]:
+        """The first section of each of the names."""
+        table = self._file["e_shstrndx"]
+        if not 0 < table < len(self.sections):
+            return {}
+        names_at = self.sections[table]
+        text = self.read(names_at.offset, self.bounded(names_at.size, _MAX_NAMES, "bytes of names"),
+                         "section names")  # fmt: skip
+        raw = self.read(self._file["e_shoff"], len(self.sections) * _SECTION_BYTES, "sections")
+        found: dict[str, Section] = {}
+        for number, section in enumerate(self.sections):
+            at = int.from_bytes(raw[number * _SECTION_BYTES :][:4], "little")
+            name = text[at : at + 32].split(b"\0", 1)[0].decode("ascii", "replace")
+            if name in names:
+                found.setdefault(name, section)
+        return found
 
     def build_id(self) -> str:
         """Lower-case hex; empty if there is none, or if the notes make no sense."""

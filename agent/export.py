@@ -20,7 +20,7 @@ from lanterne.probes.layout import COUNTERS
 LOST_REASONS = tuple(name.removeprefix("lost_") for name in COUNTERS if name.startswith("lost_"))
 SOURCES = ("uprobes", "nvml", "host")
 LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
-LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep")
+LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep", "profiler")
 DROP_REASONS = ("queue_full", "refused")
 
 
@@ -40,6 +40,9 @@ class AgentState:
     comms_evicted: int = 0
     operations_unresolved: int = 0
     groups_forced: int = 0
+    device_operations: int = 0
+    device_unmatched: int = 0
+    device_unplaced: int = 0
     blind_graph_launches: int = 0
     probe_runs: int | None = None  # None: the kernel does not count (kernel.bpf_stats_enabled)
     probe_run_seconds: float | None = None
@@ -88,6 +91,21 @@ _COUNTERS = (
         "lanterne_agent_groups_forced",
         "Open groups of sends and receives that were closed early for lack of room.",
         "groups_forced",
+    ),
+    (
+        "lanterne_agent_device_operations",
+        "Operations that profiler plugins told of, parts counted one by one.",
+        "device_operations",
+    ),
+    (
+        "lanterne_agent_device_unmatched",
+        "Of them, left out because the call that launched them is not known.",
+        "device_unmatched",
+    ),
+    (
+        "lanterne_agent_device_unplaced",
+        "Of them, replays of graphs left out because not every one was seen from the beginning.",
+        "device_unplaced",
     ),
     (
         "lanterne_agent_blind_graph_launches",

@@ -38,6 +38,8 @@ class LibraryFacts(Protocol):
     def nccl_version(self) -> int | None: ...
     @property
     def comm_offsets(self) -> Offsets | None: ...
+    @property
+    def since_ns(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Communicator:
     next_try_ns: int = 0
     reason: str = "not seen being created"
     ended_round: int = -1
+    replays_numbered: bool | None = None  # see device; None: no plugin told of it yet
 
     @property
     def resolved(self) -> bool:
@@ -158,26 +161,47 @@ def from_structure(
 
     -> whether it could be read. During an asynchronous init rank and size come before the hash.
     """
-    offsets = [lib.comm_offsets for lib in libraries if lib.kind == "nccl" and lib.comm_offsets]
+    nccl = [lib for lib in libraries if lib.kind == "nccl"]
+    offsets = list(dict.fromkeys(lib.comm_offsets for lib in nccl if lib.comm_offsets))
     if not offsets:
         comm.reason = "no structure offsets for this libnccl"
         return False
-    for candidate in offsets:
-        found = structure.read(processes, comm.tgid, comm.pointer, candidate)
-        if found is None:
-            continue
-        if comm.identity in (INIT_ARGUMENTS, PROCESS):
-            # A structure that contradicts the arguments is not this communicator (any more).
-            if (found.rank, found.n_ranks) == (comm.rank, comm.n_ranks):
-                comm.bus_id = found.bus_id
-            return True
-        if comm.identity != DERIVED or found.comm_hash != comm.comm_hash:
-            comm.identity = STRUCTURE
-        comm.comm_hash, comm.rank, comm.n_ranks = found.comm_hash, found.rank, found.n_ranks
-        comm.bus_id = found.bus_id
+    readings = [structure.read(processes, comm.tgid, comm.pointer, one) for one in offsets]
+    candidates = list(dict.fromkeys(reading for reading in readings if reading is not None))
+    if not candidates:
+        comm.reason = "structure not readable or not yet valid"
+        return False
+    if comm.identity in (INIT_ARGUMENTS, PROCESS):
+        # A structure that contradicts the arguments is not this communicator (any more).
+        same = [one for one in candidates if (one.rank, one.n_ranks) == (comm.rank, comm.n_ranks)]
+        found = _likely(same)
+        if found is not None:
+            comm.bus_id = found.bus_id
+            if comm.identity == INIT_ARGUMENTS and found.bus_id and _several_versions(nccl):
+                # The arguments do not say which library was called, so which hash it computes.
+                comm.comm_hash = found.comm_hash
         return True
-    comm.reason = "structure not readable or not yet valid"
-    return False
+    found = _likely(candidates)
+    if found is None:
+        comm.reason = "structure makes sense for more than one libnccl of the process"
+        return False
+    if comm.identity != DERIVED or found.comm_hash != comm.comm_hash:
+        comm.identity = STRUCTURE
+    comm.comm_hash, comm.rank, comm.n_ranks = found.comm_hash, found.rank, found.n_ranks
+    comm.bus_id = found.bus_id
+    return True
+
+
+def _likely(candidates: Sequence[structure.Structure]) -> structure.Structure | None:
+    """The one reading, or the only one with a bus id that makes sense: with two libraries in a
+    process, offsets of the wrong one may show numbers that would do."""
+    with_bus = [one for one in candidates if one.bus_id]
+    chosen = with_bus or candidates
+    return chosen[0] if len(chosen) == 1 else None
+
+
+def _several_versions(libraries: Sequence[LibraryFacts]) -> bool:
+    return len({library.nccl_version for library in libraries}) > 1
 
 
 def gloo(comm: Communicator, facts: ProcessFacts) -> None:

@@ -13,6 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from lanterne.probes import catalog, layout, rows
+from lanterne.probes.nccl_profiler import usdt
 
 from . import bpf
 from .compiler import run_loader
@@ -23,15 +24,20 @@ from .support import KernelSupport, probe_support, read_text
 __all__ = ["KernelSupport", "Programs", "load", "probe_support", "program_names"]
 
 _COUNTER_SLOTS = 16
-_SOURCES = ("state", "collective", "comm", "group", "cuda", "moe")
-_MAPS = ("ring", "comm_ring", "threads", "comms", "counters", "cuda", "rows")
+_SOURCES = ("state", "collective", "comm", "group", "cuda", "moe", "device")
+_MAPS = ("ring", "comm_ring", "device_ring", "threads", "comms", "counters", "cuda", "rows")
 
 
 class Programs:
     """The loaded programs and their maps; owns every descriptor. A context manager."""
 
     def __init__(
-        self, fds: dict[str, int], method: str, ring_bytes: int, comm_ring_bytes: int
+        self,
+        fds: dict[str, int],
+        method: str,
+        ring_bytes: int,
+        comm_ring_bytes: int,
+        device_ring_bytes: int,
     ) -> None:
         self._fds = fds
         self.method = method
@@ -39,6 +45,8 @@ class Programs:
         self.ring_bytes = ring_bytes
         self.comm_ring_fd = fds["comm_ring"]
         self.comm_ring_bytes = comm_ring_bytes
+        self.device_ring_fd = fds["device_ring"]
+        self.device_ring_bytes = device_ring_bytes
         self._cpus = _possible_cpus()
         self._threads = SlotTable(fds["threads"], rows.THREAD, rows.MAX_THREADS, "id")
         self._comms = SlotTable(fds["comms"], rows.COMM, rows.MAX_COMMS, "key")
@@ -189,6 +197,7 @@ def load(
     *,
     ring_bytes: int = 8 << 20,
     comm_ring_bytes: int = 1 << 20,
+    device_ring_bytes: int = 2 << 20,
     interpreter: str = "/usr/bin/python3",
     method: str = "auto",
 ) -> Programs:
@@ -207,6 +216,8 @@ def load(
         "defines": {
             "LANTERNE_RING_PAGES": _pages(ring_bytes, "ring_bytes"),
             "LANTERNE_COMM_RING_PAGES": _pages(comm_ring_bytes, "comm_ring_bytes"),
+            "LANTERNE_DEVICE_RING_PAGES": _pages(device_ring_bytes, "device_ring_bytes"),
+            "LANTERNE_OP_VERSION": usdt.OP_VERSION,
             "LANTERNE_ROW_ENQUEUE_CHECK": catalog.ENQUEUE_CHECK_ID,
         },
         "attach_type": bpf.ATTACH_UPROBE_MULTI if method == "multi" else 0,
@@ -215,4 +226,4 @@ def load(
         "rows": [row.tobytes().hex() for row in catalog.pack(arch)],
     }
     fds = run_loader(folder / "loader.py", interpreter, spec)
-    return Programs(fds, method, ring_bytes, comm_ring_bytes)
+    return Programs(fds, method, ring_bytes, comm_ring_bytes, device_ring_bytes)

@@ -7,12 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from . import code
+from . import code, dwarf
 from .elf import ElfFile
+from .errors import ElfError
 from .symbols import Symbol, code_of
 
 VERSION_GETTER = "pncclGetVersion"
 GETTERS = ("pncclCommUserRank", "pncclCommCount", "pncclCommCuDevice")
+_MEMBERS = ("commHash", "rank", "nRanks", "cudaDev", "busId")
+_MAX_OFFSET = 64 << 20
 _GETTER_BYTES = 4096  # whole functions: tracing and error paths come before the load
 _FIRST_WITH_MAGIC = 22100
 _VERSION = re.compile(rb"NCCL version (\d{1,2})\.(\d{1,2})\.(\d{1,3})")
@@ -24,7 +27,7 @@ _SHF_WRITE, _SHF_ALLOC = 1, 2
 
 @dataclass(frozen=True)
 class CommOffsets:
-    """Where ncclComm keeps its identity, in bytes; ``source``: "build_id" or "getters"."""
+    """Where ncclComm keeps its identity, in bytes; ``source``: "build_id", "getters" or "dwarf"."""
 
     comm_hash: int
     rank: int
@@ -57,10 +60,17 @@ _RANK_BY_BUILD_ID: Mapping[str, int] = {
 def comm_offsets(
     file: ElfFile, symbols: Mapping[str, Symbol], version: int | None
 ) -> CommOffsets | None:
-    """From the build-id table, else from the machine code of the exported getters, else None."""
+    """From the build-id table, else from the machine code of the exported getters, else from the
+    debugging information, else None."""
     rank = _RANK_BY_BUILD_ID.get(file.build_id()[:8])
     if rank is not None:
         return _around(rank, rank != 9176, "build_id")
+    return _from_getters(file, symbols, version) or _from_dwarf(file)
+
+
+def _from_getters(
+    file: ElfFile, symbols: Mapping[str, Symbol], version: int | None
+) -> CommOffsets | None:
     if platform.machine() != "x86_64" or any(name not in symbols for name in GETTERS):
         return None
     offsets = [
@@ -71,6 +81,18 @@ def comm_offsets(
     if rank is None or n_ranks != rank + 4 or cuda_dev != rank + 8:
         return None
     return _around(rank, version is None or version >= _FIRST_WITH_MAGIC, "getters")
+
+
+def _from_dwarf(file: ElfFile) -> CommOffsets | None:
+    try:
+        members = dwarf.member_offsets(file, "ncclComm")
+    except ElfError:
+        return None
+    if any(not 0 <= members.get(name, -1) <= _MAX_OFFSET for name in _MEMBERS):
+        return None
+    comm_hash, rank, n_ranks, cuda_dev, bus_id = (members[name] for name in _MEMBERS)
+    magic = "startMagic" in members
+    return CommOffsets(comm_hash, rank, n_ranks, cuda_dev, bus_id, magic, "dwarf")
 
 
 def _around(rank: int, has_magic: bool, source: str) -> CommOffsets:

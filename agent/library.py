@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lanterne.probes import catalog, deepep
+from lanterne.probes.nccl_profiler.usdt import PROVIDER
 
-from . import code, libnccl
+from . import code, libnccl, usdt
 from .elf import ElfFile
 from .libnccl import CommOffsets
 from .symbols import Symbol, code_of, functions, matching
@@ -18,7 +19,7 @@ from .symbols import Symbol, code_of, functions, matching
 class Site:
     """One probed place: catalog row, symbol, offset in the file, and what stands there. ``cheap``:
     the kernel emulates the instruction (None: unknown). ``derived``: the row where it is not one
-    of the catalog's (``row`` is 0 then)."""
+    of the catalog's (``row`` is 0 then). ``semaphore``: its offset in the file; 0: none."""
 
     row: int
     symbol: str
@@ -26,6 +27,7 @@ class Site:
     cheap: bool | None
     first_instruction: str
     derived: catalog.Row | None = None
+    semaphore: int = 0
 
     @property
     def what(self) -> catalog.Row:
@@ -46,6 +48,7 @@ class AttachedLibrary:
     sites: tuple[Site, ...]
     state: str
     error: str
+    since_ns: int = 0  # CLOCK_MONOTONIC when the probes stood; 0: they do not
 
 
 def failed(path: str, host_path: str, kind: str, error: str) -> AttachedLibrary:
@@ -56,6 +59,8 @@ def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
     """The library behind an open descriptor, which stays the caller's. Raises ElfError."""
     library = catalog.Library(kind)
     file = ElfFile(fd, path)
+    if library is catalog.Library.PROFILER:
+        return _profiler(file, path, host_path)
     exported, local = catalog.symbols(library)
     nccl = library is catalog.Library.NCCL
     if nccl:
@@ -78,6 +83,31 @@ def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
         sites=sites,
         state="attached" if sites else "nothing_to_probe",
         error="" if sites else f"none of the functions that Lanterne knows is in {path}",
+    )
+
+
+def _profiler(file: ElfFile, path: str, host_path: str) -> AttachedLibrary:
+    """The plugin's op_done; somebody else's profiler plugin has no such probe."""
+    probe = next((p for p in usdt.probes(file, PROVIDER) if p.name == "op_done"), None)
+    sites: tuple[Site, ...] = ()
+    if probe is not None:
+        usdt.check_first_argument(file, probe)
+        row = catalog.OP_DONE
+        place = code.choose_site(file.read(probe.offset, 16, "probe"), probe.address)
+        sites = (
+            Site(row.id, row.symbol, probe.offset, place.cheap, place.instruction,
+                 semaphore=probe.semaphore),
+        )  # fmt: skip
+    return AttachedLibrary(
+        path=path,
+        host_path=host_path,
+        kind="profiler",
+        build_id=file.build_id(),
+        nccl_version=None,
+        comm_offsets=None,
+        sites=sites,
+        state="attached" if sites else "nothing_to_probe",
+        error="" if sites else f"{path} is a profiler plugin without Lanterne's probes",
     )
 
 

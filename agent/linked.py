@@ -22,7 +22,8 @@ from .symbols import MAX_STRINGS, functions
 
 MARKS = ("pncclGroupEnd", "pncclAllReduce")  # both must be defined
 MAX_FILES = 512  # in one scan
-MAX_BYTES = 256 << 20  # of string tables in one scan
+MAX_BYTES = 256 << 20  # of string tables in one scan; the last file may go beyond
+_MAX_FILE_BYTES = 2 * MAX_STRINGS  # of one file
 MAX_KNOWN = 1 << 15
 _FORGET_SCANS = 600  # inode numbers are used again: what is known is not known for ever
 _MAX_SECTIONS = 4096
@@ -103,12 +104,12 @@ class Linked:
             return []
         raw = os.pread(fd, count * _SECTION_BYTES, at)
         sections = np.frombuffer(raw[: len(raw) // _SECTION_BYTES * _SECTION_BYTES], _SECTION)
-        tables = []
+        tables: list[bytes] = []
+        left = _MAX_FILE_BYTES
         for section in sections[sections["type"] == _SHT_STRTAB][:8]:
             length = int(section["size"])
-            if 0 < length <= MAX_STRINGS and length <= self._bytes:
-                self._bytes -= length
+            if 0 < length <= min(left, MAX_STRINGS):
+                left -= length
                 tables.append(os.pread(fd, length, int(section["offset"])))
-            elif length <= MAX_STRINGS:
-                self._bytes = 0
+        self._bytes -= _MAX_FILE_BYTES - left
         return tables

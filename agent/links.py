@@ -110,13 +110,16 @@ class Links:
             [site.offset for site in sites],
             [self._programs.cookie(site.what) for site in sites],
             at_return=at_return,
+            semaphores=[site.semaphore for site in sites],
         )
         (self._returns if at_return else self._entries).append(link)
 
     def _add_perf(self, path: str, function: str, sites: Sequence[Site], at_return: bool) -> None:
         kind, return_bit = _uprobe_pmu()
         for site in sites:
-            event = bpf.open_uprobe(kind, return_bit if at_return else 0, path, site.offset)
+            # Bits 32 to 63 of config: the semaphore, as in format/ref_ctr_offset.
+            config = (return_bit if at_return else 0) | site.semaphore << 32
+            event = bpf.open_uprobe(kind, config, path, site.offset)
             self._events.append(event)
             cookie = self._programs.cookie(site.what)
             link = bpf.link_perf_event(self._programs.program(function), event, cookie)

@@ -35,6 +35,13 @@ class Pipeline:
         self._sequence = 1
         self._rows = 0
 
+    def feed_device(self, records: Records) -> None:
+        """Drained layout.DEVICE rows. What was drained before they were must be fed before."""
+        slots, trusted = self.registry.assign_device(records)
+        placed = slots != NO_SLOT
+        self.windows.device.unmatched += int((~placed).sum())
+        self.windows.device.add(records[placed], slots[placed], trusted[placed])
+
     def feed(self, records: Records, comm_events: Records, now_ns: int) -> None:
         """One drain. The main ring must have been drained before the ring of communicators, so
         that the creation of every communicator in `records` is here or known."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lanterne.agent.events import BLOCKING, DEVICE, I64, U8, U16, U32, U64, Operations
+from lanterne.agent.events import BLOCKING, DEVICE, I64, U8, U16, U32, U64, Operations, concatenate
 
 HISTOGRAM_BINS = 48
 OP_CODES = 256
@@ -27,7 +27,18 @@ class Summaries:
     histogram: U32  # [rows, 48]
 
 
-def summarize(operations: Operations, role: U8) -> Summaries:
+def summarize(
+    operations: Operations,
+    role: U8,
+    timed_only: Operations | None = None,
+    timed_role: U8 | None = None,
+) -> Summaries:
+    """``timed_only``: operations that were counted before, for what they add to durations."""
+    counted = np.ones(len(operations), np.bool_)
+    if timed_only is not None and timed_role is not None and len(timed_only):
+        counted = np.concatenate([counted, np.zeros(len(timed_only), np.bool_)])
+        operations = concatenate([operations, timed_only])
+        role = np.concatenate([role, timed_role])
     key = (
         (operations.slot.astype(np.int64) * OP_CODES + operations.op) * 12
         + role.astype(np.int64) * 4
@@ -47,20 +58,20 @@ def summarize(operations: Operations, role: U8) -> Summaries:
         np.add.at(total, at, duration)
         np.minimum.at(low, at, duration)
         np.maximum.at(high, at, duration)
-        counted = np.bincount(at, minlength=n) > 0
-        low[~counted] = 0
+        there = np.bincount(at, minlength=n) > 0
+        low[~there] = 0
         bins = np.bincount(at * HISTOGRAM_BINS + histogram_bin(duration), minlength=n * 48)
         histogram = bins.reshape(n, HISTOGRAM_BINS).astype(np.uint32)
     amount = np.zeros(n, np.uint64)
-    np.add.at(amount, row, operations.bytes)
+    np.add.at(amount, row[counted], operations.bytes[counted])
     code, rest = np.divmod(keys, 12)
     return Summaries(
         slot=(code // OP_CODES).astype(np.uint16),
         op=(code % OP_CODES).astype(np.uint8),
         role=(rest // 4).astype(np.uint8),
         evidence=(rest % 4).astype(np.uint8),
-        count=np.bincount(row, minlength=n).astype(np.uint64),
-        errors=np.bincount(row[operations.error], minlength=n).astype(np.uint64),
+        count=np.bincount(row[counted], minlength=n).astype(np.uint64),
+        errors=np.bincount(row[operations.error & counted], minlength=n).astype(np.uint64),
         bytes=amount,
         duration_sum_ns=total,
         duration_min_ns=low,

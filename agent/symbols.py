@@ -49,8 +49,9 @@ def functions(
 ) -> dict[str, Symbol]:
     """Those of the names that the file defines as functions in executable segments.
 
-    ``exported`` names are looked for in .dynsym, and in .symtab if there is no .dynsym entry
-    at all (an executable); ``local`` ones in .symtab. A name with two addresses is left out.
+    ``exported`` names are looked for in .dynsym, and those that are not there in .symtab (an
+    executable, or a library that hides or half hides what it links statically); ``local`` ones in
+    .symtab. A name with two addresses is left out.
     """
     found: dict[str, Symbol] = {}
     dynamic = [section for section in file.sections if section.type == "SHT_DYNSYM"]
@@ -59,10 +60,10 @@ def functions(
         raise file.error("has no symbol table")
     for section in dynamic[:2]:
         found |= _search(file, section, exported)
-    wanted = set(local) if found else set(local) | set(exported)
-    for section in full[:2] if wanted else ():
+    for section in full[:2]:
+        wanted = (set(local) | set(exported)) - set(found)
         try:
-            found |= _search(file, section, wanted - set(found))
+            found |= _search(file, section, wanted) if wanted else {}
         except ElfError:
             if not found:
                 raise  # else what is exported serves, as in a stripped library

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lanterne.agent import attach, kernel, ring
-from lanterne.probes.layout import COMM_EVENT, RECORD
+from lanterne.probes.layout import COMM_EVENT, DEVICE, RECORD
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ class Uprobes:
         self.comm_events = ring.Ring(
             self.programs.comm_ring_fd, self.programs.comm_ring_bytes, COMM_EVENT
         )
+        self.device = ring.Ring(
+            self.programs.device_ring_fd, self.programs.device_ring_bytes, DEVICE
+        )
         self.capacity = self.programs.ring_bytes // (RECORD.itemsize + 8)
         self.counters: dict[str, int] = {}
         self.cuda: dict[int, np.void] = {}
@@ -73,9 +76,11 @@ class Uprobes:
 
     @property
     def filled(self) -> float:
-        """Share of the main ring that waits to be read; costs next to nothing, unlike a drain."""
-        ring = self.records
-        return (ring.submitted - ring.read - ring.discarded) / self.capacity
+        """Share of the fuller ring that waits to be read; costs next to nothing, unlike a drain."""
+        ring, device = self.records, self.device
+        waiting = (ring.submitted - ring.read - ring.discarded) / self.capacity
+        room = self.programs.device_ring_bytes // (DEVICE.itemsize + 8)
+        return max(waiting, (device.submitted - device.read - device.discarded) / room)
 
     def read_kernel(self) -> None:
         """The counters as of now; raises AgentError or OSError."""
@@ -104,5 +109,5 @@ class Uprobes:
     def close(self) -> None:
         if not self.attacher.close():
             log.warning("some probes are left for the kernel to remove when this process ends")
-        for part in (self.records, self.comm_events, self.programs):
+        for part in (self.records, self.comm_events, self.device, self.programs):
             part.close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lanterne.agent.classify import Pairs
+from lanterne.agent.device import Device
 from lanterne.agent.events import (
     CAPTURED,
     U8,
@@ -63,6 +64,7 @@ class Windows:
         self._max_waiting = max_waiting
         self._roles = Roles(slots)
         self._pairs = Pairs(slots)
+        self.device = Device(slots)
         self._exchanging = np.zeros(slots, np.bool_)
         self._captured = np.zeros(slots, np.bool_)
         self._parts: list[Operations] = []
@@ -86,6 +88,7 @@ class Windows:
         """Before slots are used for other communicators."""
         self._roles.forget(slots)
         self._pairs.forget(slots)
+        self.device.forget(slots)
         self._exchanging[slots] = False
         self._captured[slots] = False
 
@@ -93,6 +96,7 @@ class Windows:
         self, end_ns: int, stride: int, table: CommTable, *, final: bool = False
     ) -> WindowColumns:
         """Everything added since the last close; `final` also gives out what would be held."""
+        self.add(self.device.replays(end_ns, final=final))
         fresh = concatenate([*(part for part, _ in reversed(self._waiting)), *self._parts])
         peers = join_peers([*(part for _, part in self._waiting), *self._peers])
         ages = self._waiting
@@ -117,12 +121,15 @@ class Windows:
         self._held = operations.take(hold) if hold.any() else empty_operations()
         if hold.any():
             operations, role = operations.take(~hold), role[~hold]
+        sent, sent_role, timed, timed_role = self.device.upgrade(
+            operations, role, self._start_ns, final=final
+        )
         window = WindowColumns(
             start_ns=self._start_ns,
             end_ns=end_ns,
             stride=stride,
-            instances=_instances(operations, role, stride),
-            summaries=summarize(operations, role),
+            instances=_instances(sent, sent_role, stride),
+            summaries=summarize(operations, role, timed, timed_role),
             traffic=traffic,
         )
         self._start_ns = end_ns

@@ -59,7 +59,7 @@ class Ranks:
 @dataclass(frozen=True)
 class CommunicatorView:
     comm_hash: int
-    library: str  # nccl, gloo
+    library: str  # nccl, gloo, deepep
     workload: str
     name: str  # label value: commName, or role and size; never a pointer or hash
     role: str
@@ -84,7 +84,8 @@ class CommunicatorView:
     bytes_by_domain: I64 | None = None
     # [n_ranks, n_ranks] bytes from row to column in the span; None when unknown or too large
     traffic: I64 | None = None
-    # skew, gini, balancedness of the bytes that each rank received in the span; absent: unknown
+    # skew, gini, balancedness over ranks in the span: of what their combines sent back where these
+    # are known, else of all bytes received; absent: unknown
     load: Mapping[str, float] = field(default_factory=dict)
     absent_code: str = ""  # absent_reason as a label value: one of few, without numbers
 

@@ -26,6 +26,7 @@ class Library(StrEnum):
     CUDA = "cuda"
     DEEPEP = "deepep"
     NCCL_EP = "nccl_ep"
+    PROFILER = "profiler"
 
 
 class Program(StrEnum):
@@ -46,6 +47,7 @@ class Program(StrEnum):
     CAPTURE_END = "capture_end"
     MOE = "moe"
     MOE_NOTIFY = "moe_notify"
+    DEVICE = "device"
 
 
 # Program -> (BPF function at entry, BPF function at return).
@@ -65,6 +67,7 @@ PROGRAMS: Mapping[Program, tuple[str | None, str | None]] = {
     Program.CAPTURE_END: ("capture_end", None),
     Program.MOE: ("moe_entry", None),
     Program.MOE_NOTIFY: (None, "moe_notified"),
+    Program.DEVICE: ("op_done", None),
 }
 
 
@@ -491,6 +494,9 @@ def _experts() -> tuple[Row, ...]:
     )
 
 
+# The profiler plugin: a USDT probe, found by its note rather than by a symbol.
+OP_DONE = Row(127, Library.PROFILER, "lanterne:op_done", Program.DEVICE)
+
 COLLECTIVES = _collectives()
 ROWS: tuple[Row, ...] = (
     _ENQUEUE,
@@ -500,6 +506,7 @@ ROWS: tuple[Row, ...] = (
     *_gloo_rows(),
     *_CUDA,
     *_experts(),
+    OP_DONE,
 )
 BY_ID: Mapping[int, Row] = {row.id: row for row in ROWS}
 

@@ -41,6 +41,12 @@ _HIDDEN_UNIT = 16  # hidden of the normal dispatches counts int4
 _ELEMENT = 2  # tokens are bfloat16 wherever a launcher does not say otherwise
 
 
+# One parameter without template arguments and function types, the length of a class's name last:
+# what a demangler makes of those can be exponentially larger than the name.
+_PARAMETER = re.compile(r"[PRK]{0,6}(?:[a-z]|S[0-9A-Z]{0,2}_|(?P<length>\d{1,2}))")
+_LONGEST = 512
+
+
 class _UnknownError(Exception):
     """A signature that the rules above do not cover."""
 
@@ -51,6 +57,8 @@ def _kinds(symbol: str) -> tuple[str, str, str]:
     Letters: i int, b bool, l other integers and enumerations, p pointer, s stream. Floats travel
     in registers of their own and take no place here; classes by value are not covered.
     """
+    if not _is_simple(symbol):
+        raise _UnknownError
     tree = itanium_demangler.parse(symbol)
     if tree is None or tree.kind != "func":
         raise _UnknownError
@@ -58,6 +66,20 @@ def _kinds(symbol: str) -> tuple[str, str, str]:
     if scope is None:
         raise _UnknownError
     return scope[1], scope[2], "".join(_kind(parameter) for parameter in tree.arg_tys)
+
+
+def _is_simple(symbol: str) -> bool:
+    """Whether the name is one that a launcher could have; anybody can put any name into a file."""
+    start = re.match(r"_ZN[a-z0-9_]+E", symbol)
+    if start is None or len(symbol) > _LONGEST:
+        return False
+    at = start.end()
+    while at < len(symbol):
+        parameter = _PARAMETER.match(symbol, at)
+        if parameter is None:
+            return False
+        at = parameter.end() + int(parameter["length"] or 0)
+    return at == len(symbol)
 
 
 def _kind(parameter: itanium_demangler.Node) -> str:

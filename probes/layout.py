@@ -10,6 +10,8 @@ from enum import IntEnum, IntFlag
 
 import numpy as np
 
+from .nccl_profiler.usdt import OP
+
 RING_HEADER_BYTES = 8
 
 RECORD = np.dtype(
@@ -59,6 +61,9 @@ COMM_EVENT = np.dtype(
     ]
 )
 
+# Fields of the plugin's own record behind the thread that told it.
+DEVICE = np.dtype([("tgid", "<u4"), ("tid", "<u4"), *((n, OP[n]) for n in OP.names or ())])
+
 SYNC_BINS = 32
 CUDA = np.dtype(
     [
@@ -83,6 +88,9 @@ COUNTERS = (
     "nested",
     "orphan_return",
     "lost_cuda",
+    "device_submitted",
+    "lost_device_ring",
+    "lost_device_version",
 )
 
 

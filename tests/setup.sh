@@ -4,7 +4,8 @@
 #   setup.sh         what is missing from apt, then .venv with lanterne[dev]
 #   setup.sh torch   .venv-torch with PyTorch (the jobs of make test-torch and make demo-torch)
 #   setup.sh vm      qemu and what builds its images (make test-kernel-vm)
-#   setup.sh nccl    build/nccl/VERSION/libnccl.so.2 of the oldest tested and the newest wheel
+#   setup.sh nccl    build/nccl/VERSION/libnccl.so.2 of the oldest tested and the newest wheel,
+#                    and the wheels of expert-parallel libraries in build/wheels
 #
 # Debian 12 and 13, Ubuntu 22.04 and 24.04. Elsewhere, and without root, it says what to install.
 set -euo pipefail
@@ -58,6 +59,7 @@ look_for_packages() {
   need binutils command -v readelf
   need iproute2 command -v ip
   need util-linux command -v unshare
+  need runc env PATH="$PATH:/usr/sbin:/sbin" sh -c 'command -v runc'
   need prometheus command -v promtool
   need python3-bpfcc /usr/bin/python3 -c 'import bcc'
   local python
@@ -206,11 +208,31 @@ fetch_nccl() {
   rm -rf "$tmp"
 }
 
+# fetch_wheel PROJECT VERSION MB: unpacked into build/wheels/PROJECT (dashes as underscores).
+fetch_wheel() {
+  local folder=build/wheels/${1//-/_} tmp
+  [ "$(cat "$folder/.version" 2>/dev/null)" = "$2" ] && return
+  say "downloading $1 $2 ($3 MB)"
+  mkdir -p build/wheels
+  tmp=$(mktemp -d build/wheels/.download.XXXXXX)
+  # Read, never run: any interpreter's wheel does.
+  .venv/bin/python -m pip download "${PIP_VERBOSITY[@]}" --no-deps --only-binary :all: \
+    --python-version 3.11 --platform manylinux_2_28_x86_64 -d "$tmp" "$1==$2" >&2 ||
+    { rm -rf "$tmp"; die "pip could not download $1==$2"; }
+  .venv/bin/python -m zipfile -e "$tmp"/*.whl "$tmp/wheel"
+  printf '%s\n' "$2" >"$tmp/wheel/.version"
+  rm -rf "$folder"
+  mv "$tmp/wheel" "$folder"
+  rm -rf "$tmp"
+}
+
 setup_nccl() {
   local newest
   mkdir -p build/nccl
   lock
   newest=$(newest_nccl)
+  fetch_wheel sgl-deep-ep 0.1.2.post1 15
+  fetch_wheel nccl-extensions 0.1.0 23
   fetch_nccl $NCCL_OLDEST
   fetch_nccl "$newest"
   if [ -n "${NCCL_ALL:-}" ]; then

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lanterne.collector.align import Tables
-from lanterne.collector.analyse import gather, scoring, totals, verdicts, view
+from lanterne.collector.analyse import gather, load, scoring, totals, verdicts, view
 from lanterne.collector.analyse import window as w
 from lanterne.collector.analyse.account import Accounts
 from lanterne.collector.analyse.carry import Carry
@@ -50,6 +50,7 @@ class Engine:
         self.summaries = totals.Grouped(totals.SUMMARY_WIDTH, 1 << 18)
         self.waits = totals.Grouped(totals.WAIT_WIDTH, 1 << 18)
         self.traffic = totals.TrafficTotals(c.members)
+        self.loads = load.Loads(c.members)
         self.accounts = Accounts(self.tables, self.window, self.waits, self.registry)
         self.carry = Carry(c.processes)
         self.joining = Joining(2 * c.communicators, c.members)
@@ -157,6 +158,7 @@ class Engine:
                 self.window.forget(number, slot.base, slot.ranks)
                 self.verdicts.forget(slot.base, slot.ranks)
                 self.traffic.forget(number, slot.base, slot.ranks)
+                self.loads.forget(slot.base, slot.ranks)
                 self.joining.forget(number, slot.base, slot.ranks, late=slot.late_attached)
         if r.fresh_processes:
             self.carry.forget(r.fresh_processes)
@@ -180,6 +182,7 @@ class Engine:
         if not group:
             return
         gather.summaries(group, self.summaries)
+        gather.loads(group, self.loads)
         self._add_traffic(group)
         flow = gather.collect(group)
         if flow is not None:
@@ -287,6 +290,7 @@ class Engine:
     def _close_window(self) -> None:
         blocks = self.window.close(len(self.registry.slots), self.registry.members_used)
         self.traffic.close()
+        self.loads.close(self.registry.members_used)
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
         self._stride.close()
         stats = verdicts.kind_stats(blocks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import totals
+from lanterne.collector.analyse import load, totals
 from lanterne.collector.analyse.who import Resolved
 from lanterne.collector.batch import DecodedBatch
 
@@ -133,6 +133,16 @@ def summaries(batches: Group, into: totals.Grouped) -> None:
     if not good.all():
         keys, values = keys[good], values[good]
     into.add(keys, values)
+
+
+def loads(batches: Group, into: load.Loads) -> None:
+    """Add what the batches' summaries tell of the spread of tokens."""
+    for b, r in batches:
+        s = b.summaries
+        if s.small[1].any():  # roles
+            op, role, evidence = s.small.astype(np.int64)
+            count, _, size, _ = s.large
+            into.add(r.member[s.communicator], op, role, evidence, count, size)
 
 
 def traffic(batches: Group) -> list[totals.TrafficRows]:

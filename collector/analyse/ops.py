@@ -34,7 +34,8 @@ NAMES = {
     255: "unknown",
 }
 
-ALL_REDUCE, ALL_GATHER, ALL_TO_ALL_V, P2P_GROUP = 4, 2, 32, 34
+ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_V, P2P_GROUP = 4, 2, 8, 32, 34
+DISPATCH_CALL, COMBINE_CALL = 35, 36  # of a library for expert layers
 
 # No rank can finish before every rank has arrived: only these have a barrier wait. Rooted
 # operations and plain send/recv do not; a group of sends and receives does where it is the

@@ -144,14 +144,18 @@ def _communicator(engine: Engine, f: Figures, i: int) -> CommunicatorView:
             else None
         ),
         traffic=matrix,
-        load=_load(matrix),
+        load=_load(engine.loads.of(slot.base, slot.ranks), matrix),
     )
 
 
-def _load(matrix: I64 | None) -> dict[str, float]:
-    if matrix is None or not matrix.any():
+def _load(combined: I64 | None, matrix: I64 | None) -> dict[str, float]:
+    """`combined`: what each rank sent back; without it, what it received of whatever kind."""
+    if combined is not None:
+        load = combined.astype(np.float64)
+    elif matrix is not None and matrix.any():
+        load = moe.rank_load(matrix)
+    else:
         return {}
-    load = moe.rank_load(matrix)
     return {
         "skew": moe.skew(load),
         "gini": moe.gini(load),

@@ -103,6 +103,16 @@ struct lanterne_comm_event {
 _Static_assert(sizeof(struct lanterne_record) == 80, "layout.RECORD mirrors this");
 _Static_assert(sizeof(struct lanterne_comm_event) == 264, "layout.COMM_EVENT mirrors this");
 
+/* What the profiler plugin tells of one operation of the GPU, in a ring of its own. 104 bytes, stride
+ * 112. `op` is struct lanterne_op of nccl_profiler/lanterne_usdt.h. */
+struct lanterne_device {
+	__u32 tgid;
+	__u32 tid; /* the thread that told it */
+	__u64 op[12];
+};
+
+_Static_assert(sizeof(struct lanterne_device) == 104, "layout.DEVICE mirrors this");
+
 /* Reasons of loss; index into the per-CPU counter array, order mirrored in layout.COUNTERS. */
 enum lanterne_counter {
 	LANTERNE_N_SUBMITTED,       /* records submitted to the main ring */
@@ -115,6 +125,9 @@ enum lanterne_counter {
 	LANTERNE_N_NESTED,          /* inner call of a nested pair, not recorded by design */
 	LANTERNE_N_ORPHAN_RETURN,   /* return without an entry: attached in between */
 	LANTERNE_N_LOST_CUDA,       /* no room for a process's or thread's CUDA state */
+	LANTERNE_N_DEVICE_SUBMITTED, /* records submitted to the device ring */
+	LANTERNE_N_LOST_DEVICE_RING, /* device ring full */
+	LANTERNE_N_LOST_DEVICE_VERSION, /* told by a plugin of another version than the agent's */
 	LANTERNE_N_COUNTERS,
 };
 

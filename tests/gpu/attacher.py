@@ -1,6 +1,6 @@
 """Puts the probes on libraries and takes them off again, as told; compiles them once.
 
-    start.py attacher INTERPRETER PATTERN...      (the Python that has bcc; no pattern: all)
+start.py attacher INTERPRETER PATTERN...      (the Python that has bcc; no pattern: all)
 """
 
 from __future__ import annotations

@@ -42,13 +42,14 @@ PACKAGES = (
 )  # fmt: skip
 STAND_INS = {"libz3-4": "libz3.so.4", "libxml2": "libxml2.so.2"}
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-# Not needed to run an agent. Python's ssl, hashlib's OpenSSL half and sqlite3 would bring their
-# libraries; hashlib has the agent's hashes of its own.
+# Modules of Python whose libraries would have to come along; hashlib has its own hashes without
+# OpenSSL's.
+UNUSED_MODULES = ("_ssl", "_hashlib", "_sqlite3", "_crypt", "_curses", "_curses_panel", "_dbm",
+                  "nis", "readline", "_test*")  # fmt: skip
 DROPPED = (
     "usr/share", "usr/sbin", "etc", "var", "usr/lib/valgrind",
     "usr/lib/x86_64-linux-gnu/gconv", "lib/x86_64-linux-gnu/audit",
-    "usr/lib/python3.11/lib-dynload/_*ssl*", "usr/lib/python3.11/lib-dynload/_hashlib*",
-    "usr/lib/python3.11/lib-dynload/_sqlite3*", "usr/lib/python3.11/lib-dynload/_test*",
+    *(f"usr/lib/python3.11/lib-dynload/{name}.*" for name in UNUSED_MODULES),
     f"{SITE}/numpy/**/tests", f"{SITE}/numpy/_core/include", f"{SITE}/numpy/f2py",
     f"{SITE}/numpy/typing", f"{SITE}/**/*.pyi", f"{SITE}/**/*.a",
 )  # fmt: skip
@@ -88,7 +89,7 @@ def add_wheels(root: Path, work: Path) -> dict[str, str]:
     folder = work / "wheels"
     run(sys.executable, "-m", "pip", "download", "-q", "--only-binary", ":all:", "-d", folder,
         "--python-version", PYTHON, "--implementation", "cp",
-        *(argument for name in PLATFORMS for argument in ("--platform", name)), *wanted)  # fmt: skip
+        *(f"--platform={name}" for name in PLATFORMS), *wanted)  # fmt: skip
     found = {}
     for wheel in sorted(folder.glob("*.whl")):
         name, version = wheel.name.split("-")[:2]

@@ -12,12 +12,13 @@ ROUNDS, BATCHES, BATCH = 20, 40, 500  # 20,000 launches a round; a queue holds a
 
 
 def cost(context: Context) -> Result:
-    """Measures and does not judge: it fails only where the probes were not on when they should be."""
+    """Measures, and fails only where the probes were not on when they should be, or on when not."""
     rounds, batches = (4, 4) if context.rig else (ROUNDS, BATCHES)
     launches = batches * BATCH
     spent: dict[bool, list[float]] = {True: [], False: []}
     plain: list[float] = []
     problems: list[str] = []
+    context.watch.stop_agent()  # its probes would be on all the time
     with attacher(context) as switch, context.driver("cost", nccl=False) as driver:
         driver.ask("cost", batches=2, batch=BATCH)
         for number in range(2 * rounds):

@@ -83,13 +83,11 @@ def counts(context: Context) -> Result:
     """By the agent where it reports the process, else read from the probes' own map."""
     if context.host.libnccl:
         context.watch.start_agent()
-        try:
-            with context.driver("counts") as driver:
-                driver.ask("create")
-                context.watch.wait_seen(driver.pid)
-                return _counted(driver, _by_agent(context, driver), "agent")
-        finally:
-            context.watch.stop_agent()
+        with context.driver("counts") as driver:
+            context.watch.wait_attached("cuda", "nccl")
+            driver.ask("create")
+            context.watch.wait_seen(driver.pid)
+            return _counted(driver, _by_agent(context, driver), "agent")
     with attacher(context) as switch, context.driver("counts") as driver:
         switch.ask("attach")
         return _counted(driver, lambda _: switch.ask("counts", pid=driver.pid), "map")
@@ -116,7 +114,9 @@ def _counted(driver: Asked, read: Counts, by: str) -> Result:
     driver.ask("launch", api="cuLaunchKernel", times=10)
     driver.ask("capture", nodes=NODES)
     before = read(int(driver.ask("sync", api="cuStreamSynchronize", times=1)["end_ns"]))
-    rows, problems, absent = [], [], []
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    absent: list[str] = []
     for do, api, times, moves in PHASES:
         answer = driver.ask(do, api=api, times=times)
         if not answer["there"]:
@@ -150,21 +150,21 @@ def torch_counts(context: Context) -> Result:
     if not context.host.libnccl:
         return skipped("no libnccl: the agent reports processes that have a communicator")
     context.watch.start_agent()
-    try:
-        with Asked("driver_torch", [context.host.libcuda, context.host.libnccl],
-                   context.folder / "torch.log", python=sys.executable,
-                   timeout=90.0) as driver:  # fmt: skip
-            if not driver.hello["cuda"]:
-                return skipped(f"torch {driver.hello['torch']} sees no GPU")
-            context.watch.wait_seen(driver.pid)
-            return _torch_counted(driver, _by_agent(context, driver))
-    finally:
-        context.watch.stop_agent()
+    libraries = [context.host.libcuda, context.host.libnccl]
+    log = context.folder / "torch.log"
+    with Asked("driver_torch", libraries, log, python=sys.executable, timeout=90.0) as driver:
+        if not driver.hello["cuda"]:
+            return skipped(f"torch {driver.hello['torch']} sees no GPU")
+        context.watch.wait_attached("cuda", "nccl")
+        driver.ask("create")
+        context.watch.wait_seen(driver.pid)
+        return _torch_counted(driver, _by_agent(context, driver))
 
 
 def _torch_counted(driver: Asked, read: Counts) -> Result:
     before = read(int(driver.ask("device_sync", times=1)["end_ns"]))
-    rows, problems = [], []
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
     for do, times, moves in TORCH_PHASES:
         after = read(int(driver.ask(do, times=times)["end_ns"]))
         seen = {name: after[name] - before[name] for name in COUNTERS}

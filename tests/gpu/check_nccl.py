@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.gpu.process import Asked
 from tests.gpu.result import Result, judged, skipped
 
 TIMES, SPLIT_TIMES = 50, 20
+IDENTIFY_SECONDS = 15.0
 # What the agent calls one round of nccl.everything(); a send and a receive in a group are one.
 EXPECTED = {
     "ALL_REDUCE": TIMES, "ALL_GATHER": TIMES, "REDUCE_SCATTER": TIMES, "BROADCAST": TIMES,
@@ -76,21 +79,37 @@ def _run(context: Context, name: str, *, late: bool, plugin: Path | None = None)
     log, env = _logging(context, name)
     if plugin is not None:
         env["NCCL_PROFILER_PLUGIN"] = str(plugin)
-    if not late:
-        context.watch.start_agent()
-    try:
-        with context.driver(name, env) as driver:
-            first = driver.ask("create")
-            driver.ask("everything", times=3)
-            if late:
-                context.watch.start_agent()
-                # It is told of a communicator older than itself by the next operation on it.
-                context.watch.settled(int(driver.ask("all_reduce", on=0, times=1)["end_ns"]))
-                driver.ask("all_reduce", on=0, times=1)
-            context.watch.wait_seen(driver.pid)
-            return _judge(context, driver, first, log, plugin)
-    finally:
+    if late:
         context.watch.stop_agent()
+    else:
+        context.watch.start_agent()
+    with context.driver(name, env) as driver:
+        if not late:
+            context.watch.wait_attached("cuda", "nccl")
+        first = driver.ask("create")
+        driver.ask("everything", times=3)
+        if late:
+            context.watch.start_agent()
+            context.watch.wait_attached("cuda", "nccl")
+        identified = _identified(context, driver)
+        result = _judge(context, driver, first, log, plugin)
+        return replace(result, numbers={**result.numbers, "identified_s": identified})
+
+
+def _identified(context: Context, driver: Asked) -> float | None:
+    """Seconds until the agent tells the GPU of the first communicator; None: not within 15 s.
+
+    It learns of a communicator older than itself by an operation on it, and the GPU when it has
+    read the process's maps: a process that was there before it loaded NCCL is looked at again
+    some seconds later.
+    """
+    began = time.monotonic()
+    while (spent := time.monotonic() - began) < IDENTIFY_SECONDS:
+        at = int(driver.ask("all_reduce", on=0, times=1)["end_ns"])
+        told = context.watch.communicators(driver.pid, at).values()
+        if any(comm.get("gpu_bus_id") for comm in told):
+            return round(spent, 2)
+    return None
 
 
 def _judge(context: Context, driver: Asked, first: dict[str, Any], log: Path,
@@ -104,17 +123,17 @@ def _judge(context: Context, driver: Asked, first: dict[str, Any], log: Path,
     comms = watch.communicators(driver.pid, end)
     text = log.read_text(errors="replace") if log.exists() else ""
     hashes = printed_hashes(text)
-    wanted = [one["hash"] or hashes.get(one["pointer"]) for one in (first, child)]
+    wanted = [int(one["hash"] or hashes.get(one["pointer"], 0)) for one in (first, child)]
     problems: list[str] = []
     numbers: dict[str, Any] = {"nccl": driver.hello["nccl"], "host_ns": phase["host_ns"]}
     numbers["hashes"] = [f"{comm:#x}" for comm in comms]
-    if None in wanted:
+    if 0 in wanted:
         problems.append(f"the NCCL log does not tell the commId of each: {sorted(hashes)}")
     elif set(comms) != set(wanted):
         problems.append(f"hashes {sorted(map(hex, comms))}, NCCL says {sorted(map(hex, wanted))}")
     else:
-        for which, comm, expected in (("first", wanted[0], EXPECTED),
-                                      ("split", wanted[1], {"ALL_REDUCE": SPLIT_TIMES})):  # fmt: skip
+        both = (("first", EXPECTED), ("split", {"ALL_REDUCE": SPLIT_TIMES}))
+        for (which, expected), comm in zip(both, wanted):  # noqa: B905 (Python 3.10)
             found = watch.operations(driver.pid, comm, begin_window, end)
             numbers[which] = dict(found)
             if found != Counter(expected):
@@ -130,7 +149,8 @@ def _identity(context: Context, driver: Asked, comms: dict[int, dict[str, Any]],
     """Rank, size and GPU of each communicator; the GPU by three accounts."""
     problems = []
     cuda = bus_id(driver.hello["bus_id"])
-    smi = [bus_id(row["pci.bus_id"]) for row in ask_smi(context.host.smi)] if context.host.smi else []
+    rows = ask_smi(context.host.smi) if context.host.smi else []
+    smi = [bus_id(row["pci.bus_id"]) for row in rows]
     numbers["bus_id"] = {"cuda": cuda, "nvidia_smi": smi}
     if smi and cuda not in smi:
         problems.append(f"libcuda's {cuda} is not among nvidia-smi's {smi}")
@@ -147,7 +167,8 @@ def _device(context: Context, driver: Asked, plugin: Path, text: str, since: int
     maps = Path(f"/proc/{driver.pid}/maps").read_text(errors="replace")
     numbers["plugin_mapped"] = plugin.name in maps
     numbers["plugin_lines"] = [line[-160:] for line in text.splitlines() if "rofiler" in line][:5]
-    device = [row for _, row in context.watch.rows(driver.pid, since) if row["evidence"] == "device"]
+    rows = [row for _, row in context.watch.rows(driver.pid, since)]
+    device = [row for row in rows if row["evidence"] == "device"]
     if device:
         numbers["device_ns"] = {
             "operations": sum(row["count"] for row in device),

@@ -21,7 +21,8 @@ class Context:
     watch: Watch
     rig: bool
 
-    def driver(self, name: str, env: Mapping[str, str] | None = None, *, nccl: bool = True) -> Asked:
+    def driver(self, name: str, env: Mapping[str, str] | None = None, *,
+               nccl: bool = True) -> Asked:  # fmt: skip
         """A new process that uses the GPU as told."""
         arguments = [self.host.libcuda]
         if nccl and self.host.libnccl:

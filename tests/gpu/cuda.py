@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: nothing but libcuda is needed to launch a kernel a known number of times.
+"""The CUDA driver by ctypes: only libcuda is needed to launch a kernel a known number of times.
 
 The kernel takes one u64, the nanoseconds it is to run. On a real driver it is PTX that reads
 %globaltimer; the CPU stand-in (tests/rig) makes one with rigKernelCreate and sleeps.
@@ -45,9 +45,7 @@ ASKED = (
     ("cuStreamBeginCapture", True),
     ("cuStreamEndCapture", True),
 )
-ENDINGS = tuple(
-    version + twin for version in ("", "_v2", "_v3") for twin in ("", "_ptsz", "_ptds")
-)
+ENDINGS = tuple(version + twin for version in ("", "_v2", "_v3") for twin in ("", "_ptsz", "_ptds"))
 
 
 class LaunchConfig(c.Structure):
@@ -166,7 +164,7 @@ class Cuda:
         return c.c_void_p(found.value)
 
     def addresses(self) -> dict[str, str]:
-        """"name/flags/version" -> the exported symbol at the address cuGetProcAddress gives, or ""."""
+        """Name, flags and version -> the export at the address cuGetProcAddress gives, or ""."""
         found: dict[str, str] = {}
         for version in sorted({11040, 12000, self.version()}):
             for name, has_twin in ASKED:

@@ -1,6 +1,6 @@
 """The process under observation: does what it is told, a known number of times.
 
-    start.py driver LIBCUDA [LIBNCCL]
+start.py driver LIBCUDA [LIBNCCL]
 """
 
 from __future__ import annotations

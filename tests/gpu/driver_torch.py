@@ -27,7 +27,10 @@ class Torch:
         self._event = torch.cuda.Event()
         self._warm_up()
         self._nccl = Nccl(libnccl, Cuda(libcuda))
+
+    def create(self) -> Answer:
         self._comm = self._nccl.create()
+        return {}
 
     def _warm_up(self) -> None:
         """Kernels are loaded at their first launch, and a capture needs them loaded."""
@@ -95,6 +98,6 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         return serve({"torch": torch.__version__, "cuda": False}, {})
     driver = Torch(torch, *arguments)
-    names = ("add", "replay", "device_sync", "stream_sync", "event_sync", "profile")
+    names = ("create", "add", "replay", "device_sync", "stream_sync", "event_sync", "profile")
     hello = {"torch": torch.__version__, "cuda": True, "gpu": torch.cuda.get_device_name(0)}
     return serve(hello, {name: getattr(driver, name) for name in names})

@@ -57,8 +57,8 @@ def _cached(soname: str) -> str:
         name, _, path = line.strip().partition(" => ")
         if name.startswith(soname + " ") and "x86-64" in name:
             return path
-    return _first(*(f"{folder}/{soname}" for folder in
-                    ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib64")))  # fmt: skip
+    folders = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib64")
+    return _first(*(f"{folder}/{soname}" for folder in folders))
 
 
 def _libnccl() -> str:

@@ -27,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="tests/gpu/check", description=__doc__)
     top.add_argument("out", nargs="?", type=Path, default=Path("gpu-check.json"), metavar="OUT")
     top.add_argument("--bundle", type=Path, help="folder made by make gpu-bundle")
-    top.add_argument("--only", action="append", choices=CHECKS, help="these checks (repeatable)")
-    top.add_argument("--rig", type=Path, help="folder of the CPU stand-ins, to try the check itself")
+    top.add_argument("--only", action="append", choices=CHECKS, help="this check (repeatable)")
+    top.add_argument("--rig", type=Path, help="folder of the CPU stand-ins: tries the check itself")
     top.add_argument("--python", default="", help="with a bundle that has no Python: this one")
     return top
 
@@ -97,7 +97,8 @@ def run_checks(report: Report, context: Context, wanted: Collection[str]) -> Non
             symbols = check_cuda.probed(found.get("doctor", {}))
             result = report.run(name, partial(check_cuda.addresses, context, symbols))
         elif name == "device_times":
-            result = report.run(name, partial(check_nccl.device_times, found.get("nccl_plugin", {})))
+            numbers = found.get("nccl_plugin", {})
+            result = report.run(name, partial(check_nccl.device_times, numbers))
         else:
             result = report.run(name, partial(simple[name], context))
         found[name] = result.numbers

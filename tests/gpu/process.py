@@ -1,4 +1,4 @@
-"""Processes of the check: started in sessions of their own, asked by lines of JSON, always ended."""
+"""Processes of the check: in sessions of their own, asked by lines of JSON, always ended."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 START = Path(__file__).resolve().parent / "start.py"
+
+
+Command = Callable[..., Mapping[str, Any]]
 
 
 def wait_for(condition: Callable[[], Any], timeout: float, what: str, every: float = 0.05) -> Any:
@@ -118,7 +121,7 @@ class Asked(Child):
         return answer
 
 
-def serve(hello: Mapping[str, Any], commands: Mapping[str, Callable[..., Mapping[str, Any]]]) -> int:
+def serve(hello: Mapping[str, Any], commands: Mapping[str, Command]) -> int:
     """The other end of `Asked`: until standard input ends."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not fall between the answers

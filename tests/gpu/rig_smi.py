@@ -1,4 +1,4 @@
-"""Answers like `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` from the stand-in NVML."""
+"""The stand-in NVML, as `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` would tell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Stands in for the collector: takes an agent's batches and appends each as one line of JSON.
 
-    start.py sink OUTPUT        prints its port first
+start.py sink OUTPUT        prints its port first
 """
 
 from __future__ import annotations

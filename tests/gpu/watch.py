@@ -54,10 +54,14 @@ class Watch:
             self._sink.stop()
 
     def _settings(self, sink_port: int) -> str:
-        values = {
+        values: dict[str, dict[str, object]] = {
             "node": {"name": NODE},
             "collector": {"addresses": [f"127.0.0.1:{sink_port}"]},
-            "window": {"seconds": WINDOW_SECONDS, "drain_seconds": 0.05, "scan_seconds": 0.25},
+            "window": {
+                "seconds": WINDOW_SECONDS,
+                "drain_seconds": 0.05,
+                "scan_seconds": 0.25,
+            },
             "probes": {"interpreter": self._runtime.bcc, "include": list(self._host.include)},
             "metrics": {"listen": f"127.0.0.1:{self._port}"},
         }
@@ -81,8 +85,10 @@ class Watch:
         return done.returncode, report
 
     def start_agent(self, timeout: float = 60.0) -> None:
-        """Returns when the probes are loaded and its own page answers."""
-        self.stop_agent()
+        """Unless one runs. Returns when the probes are loaded and its own page answers."""
+        if self._agent is not None:
+            self._agent.check_alive()
+            return
         agent = Child(self.command("--config", str(self.config)), self._folder / "agent.log",
                       env=self._runtime.env)  # fmt: skip
         self._agent = agent
@@ -101,11 +107,22 @@ class Watch:
     def page(self) -> str:
         """The agent's own metrics; "" where it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=5) as reply:
+            url = f"http://127.0.0.1:{self._port}/metrics"
+            with urllib.request.urlopen(url, timeout=5) as reply:
                 text: str = reply.read().decode()
                 return text
         except (OSError, urllib.error.URLError):
             return ""
+
+    def wait_attached(self, *kinds: str, timeout: float = 15.0) -> None:
+        """Until a library of each kind has its probes: a communicator made now is seen made."""
+        found = [f'kind="{kind}",state="attached"' for kind in kinds]
+
+        def attached() -> bool:
+            lines = [line for line in self.page().splitlines() if not line.endswith(" 0.0")]
+            return all(any(label in line for line in lines) for label in found)
+
+        wait_for(attached, timeout, f"libraries of kind {kinds} are attached")
 
     def windows(self, since_ns: int = 0) -> list[Window]:
         """Every window received that ended after `since_ns` (CLOCK_MONOTONIC)."""

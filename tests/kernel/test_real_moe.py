@@ -7,17 +7,21 @@ libraries need CUDA, NVSHMEM and PyTorch, which are not there: nothing is run, f
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from lanterne.agent.attach import Attacher
 from lanterne.agent.discover import kind_of
 from lanterne.agent.elf import open_regular
+from lanterne.agent.kernel import load
 from lanterne.agent.library import AttachedLibrary, examine
 from lanterne.probes import deepep
 from lanterne.probes.catalog import Arch, Program, pack_row
 from lanterne.probes.layout import Func
 from lanterne.probes.rows import Field
+from tests.kernel.stub import Caller
 
 pytestmark = [pytest.mark.nccl, pytest.mark.timeout(300)]
 
@@ -60,7 +64,7 @@ def test_sgl_deep_ep() -> None:
     assert programs.count(Program.MOE_NOTIFY) == 2
 
 
-# What the wheel's DWARF says of its launchers: byte offsets from the stack pointer at entry.
+# Byte offsets from the stack pointer at entry, counted by hand in this build's declarations.
 SGL_PLACES = {
     "12internode_ll8dispatchE": {"COUNT": 88, "SCALE": 96, "TOP_K": 112, "RANK": 128,
                                  "N_RANKS": 136, "STREAM": 192, "PHASES": 200},
@@ -94,3 +98,29 @@ def test_nccl_extensions(cuda: str) -> None:
     assert (library.kind, library.state) == ("nccl_ep", "attached")
     found = {site.symbol: site.what.func for site in library.sites}
     assert found == {"ncclEpDispatch": Func.DISPATCH, "ncclEpCombine": Func.COMBINE}
+
+
+@pytest.mark.kernel
+def test_attached_for_real(tmp_path: Path) -> None:
+    """Both libraries are mapped by a process, as data: the kernel takes every probe."""
+    names = {
+        "deep_ep/_C.cpython-311-x86_64-linux-gnu.so": "sgl_deep_ep/deep_ep/_C*.so",
+        "libnccl_ep.so.0": "nccl_extensions/nccl/ep/lib/cu13/libnccl_ep.so",
+    }
+    with Caller() as caller, load() as programs:
+        for name, pattern in names.items():
+            found = sorted(FOLDER.glob(pattern))
+            if not found:
+                pytest.skip(f"{FOLDER}/{pattern} is not there: make test-nccl fetches it")
+            copy = tmp_path / name
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(found[0], copy)
+            caller.ask(map=str(copy))
+        with Attacher(programs, include=[f"{tmp_path}/*"]) as attacher:
+            scan = attacher.scan()
+            assert not scan.failed
+            assert {one.kind: len(one.sites) for one in scan.new_libraries} == {
+                "deepep": 11,
+                "nccl_ep": 2,
+            }
+            assert {one.state for one in scan.new_libraries} == {"attached"}

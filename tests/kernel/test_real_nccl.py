@@ -187,14 +187,17 @@ def dwarf_offsets(library: Path) -> dict[str, int]:
     raise AssertionError(f"{library} has no struct ncclComm in its DWARF")
 
 
-@pytest.mark.parametrize("source", ["build_id", "getters"])
+@pytest.mark.parametrize("source", ["build_id", "getters", "dwarf"])
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.parent.name)
 def test_offsets_of_the_communicator_agree(
     library: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By build id, and by the getters' machine code, with the library's own DWARF."""
-    if source == "getters":
+    """By build id, by the getters' machine code, and by what the agent reads of the DWARF, with
+    the library's own DWARF."""
+    if source != "build_id":
         monkeypatch.setattr(libnccl, "_RANK_BY_BUILD_ID", {})
+    if source == "dwarf":
+        monkeypatch.setattr(libnccl, "GETTERS", ("not_there",))
     truth = dwarf_offsets(library)
     with library.open("rb") as file:
         found = examine(file.fileno(), "nccl", str(library), str(library)).comm_offsets

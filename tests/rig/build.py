@@ -109,7 +109,7 @@ def build(variant: str = "normal", dest: Path | None = None) -> RigPaths:
     root.mkdir(parents=True, exist_ok=True)
     with (BUILD / f"{variant}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        digest = _digest(made)
+        digest = source_digest(made)
         stamp = root / "stamp"
         if not stamp.exists() or stamp.read_text() != digest:
             _compile(root, variant, made, digest)
@@ -122,7 +122,8 @@ def build(variant: str = "normal", dest: Path | None = None) -> RigPaths:
     return RigPaths(root)
 
 
-def _digest(variant: Variant) -> str:
+def source_digest(variant: Variant) -> str:
+    """Of everything that a build is made from."""
     total = hashlib.sha256(repr((COMMON, variant, TARGETS)).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.suffix in (".c", ".h", ".map"):

@@ -369,6 +369,41 @@ def test_a_process_with_both_libraries_is_told_by_the_probe(host: Host) -> None:
     assert [comm.library for comm in found.describe(slots.tolist())] == [2, 1]
 
 
+OTHER = Library(nccl_version=22105, comm_offsets=Offsets(0xF8, 0x100, 0x104, 0x108, 0x120))
+
+
+def test_two_libraries_in_a_process_the_bus_id_decides(host: Host) -> None:
+    """The other library's offsets show numbers, too: rank 1 of 3, but no bus id."""
+    found = registry(host, OTHER, Library())
+    host.structure(10, 0x1000, comm_hash=3 << 32 | 1, rank=1, n_ranks=4)
+    host.write(10, 0x1000 + 0xF8, struct.pack("<Q", 5))
+    found.apply(comm_event(CommKind.FIRST_USE, comm=0x1000))
+    comm = only(found)
+    assert (comm.comm_hash, comm.rank, comm.n_ranks) == (3 << 32 | 1, 1, 4)
+    assert comm.bus_id == "0000:3b:00.0"
+
+
+def test_two_readings_that_make_sense_are_no_identity(host: Host) -> None:
+    found = registry(host, OTHER, Library())
+    host.structure(10, 0x1000, comm_hash=3 << 32 | 1, rank=1, n_ranks=4, bus=0)
+    host.write(10, 0x1000 + 0xF8, struct.pack("<Q", 5))
+    found.apply(comm_event(CommKind.FIRST_USE, comm=0x1000))
+    assert found.alive() == []
+    (reason,) = found.unresolved_reasons()
+    assert "more than one libnccl" in reason
+
+
+def test_hash_of_the_library_that_was_called(host: Host) -> None:
+    """Two generations of the hash in one process: the structure says which."""
+    found = registry(host, OTHER, Library())
+    host.structure(10, 0x1000, comm_hash=NEW_HASH, rank=3, n_ranks=8)
+    found.apply(init())
+    assert only(found).comm_hash == NEW_HASH
+    host.structure(10, 0x2000, comm_hash=OLD_HASH, rank=3, n_ranks=8)
+    found.apply(init(0x2000, time_ns=BASE_NS + 5))
+    assert sorted(comm.comm_hash for comm in found.alive()) == sorted([NEW_HASH, OLD_HASH])
+
+
 # -- pointers ------------------------------------------------------------------------------
 
 
@@ -409,6 +444,37 @@ def test_destroy_and_abort_forget(host: Host, kind: CommKind) -> None:
     assert len(found.alive()) == 1
     found.apply(comm_event(kind, time_ns=BASE_NS + 2))
     assert found.alive() == []
+
+
+def test_a_revoked_communicator_is_there_until_its_end(host: Host) -> None:
+    found = registry(host)
+    found.apply(init())
+    slot = only(found).slot
+    found.apply(comm_event(CommKind.REVOKE, time_ns=BASE_NS + 1))
+    assert only(found).slot == slot
+    assert found.assign(record(enter_ns=BASE_NS + 2)).tolist() == [slot]
+    found.apply(comm_event(CommKind.ABORT, time_ns=BASE_NS + 3))
+    assert found.alive() == []
+    # Whoever uses the pointer after that is somebody else, not known yet.
+    later = found.assign(record(enter_ns=BASE_NS + 4)).tolist()
+    assert later != [slot]
+    assert not found.describe(later)[0].resolved
+
+
+def test_a_forked_child_has_the_pointers_but_no_communicators(host: Host) -> None:
+    """Only a use gives it one, and its end is not the parent's."""
+    host.process(11, ticks=501)
+    found = registry(host)
+    found.apply(init())
+    assert found.pids() == {10}
+    found.apply(comm_event(CommKind.DESTROY, tgid=11, time_ns=BASE_NS + 1))
+    assert only(found).tgid == 10
+    host.structure(11, 0x1000, comm_hash=NEW_HASH, rank=3, n_ranks=8)
+    mine, other = found.assign(records(record(enter_ns=BASE_NS + 2), record(tgid=11)))
+    assert mine != other
+    assert found.pids() == {10, 11}
+    found.forget_processes([11], BASE_NS + 3)
+    assert only(found).tgid == 10
 
 
 def test_a_slot_rests_before_it_is_used_anew(host: Host) -> None:

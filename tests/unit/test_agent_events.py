@@ -70,6 +70,19 @@ def test_evidence(fields: dict[str, int], expected: int) -> None:
     assert events.evidence_of(record(**fields), RULES)[0] == expected
 
 
+def test_a_launch_of_an_expert_library_is_no_arrival() -> None:
+    fresh = {"flags": Flag.SYNCED | Flag.BYTES, "launches": 0, "sync_age_us": 1}
+    waited = {"flags": Flag.BYTES | Flag.PAIR | Flag.BLOCKING, "duration_ns": 5}
+    graph = {"flags": Flag.BYTES | Flag.PAIR | Flag.BLOCKING | Flag.CAPTURE, "duration_ns": 5}
+    for func in (Func.DISPATCH, Func.COMBINE):
+        for fields, expected in ((fresh, ORDER), (waited, BLOCKING), (graph, ORDER)):
+            row = record(func=func, count=64, **fields)
+            ops = events.collectives(row, slots(1), Rules())
+            assert ops.evidence[0] == expected
+            assert ops.duration_ns[0] == (5 if expected == BLOCKING else 0)
+            assert ops.bytes[0] == (0 if fields is graph else 64)
+
+
 def test_a_duration_counts_only_where_the_call_waits() -> None:
     rows = records(
         record(flags=Flag.PAIR, duration_ns=5),

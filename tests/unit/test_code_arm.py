@@ -21,7 +21,7 @@ WORDS = {
     "5f0000b4": ("cbz xzr, #0x1008", True),
     "5f001836": ("tbz wzr, #3, #0x1008", True),
     "01000090": ("adrp x1, #0x1000", True),
-    "40000018": ("ldr w0, #0x1008", True),
+    "40000018": ("ldr w0, #0x1008", False),
     "20021fd6": ("br x17", True),
     "c0035fd6": ("ret", True),
 }

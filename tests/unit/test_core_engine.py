@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,8 @@ from lanterne.collector.analyse.engine import Engine
 from lanterne.collector.analyse.settings import EngineConfig
 from lanterne.collector.clock import ClockObservation
 from lanterne.collector.decode import decode
-from lanterne.collector.snapshot import CLASSES, EVIDENCE, Snapshot
+from lanterne.collector.json_view import snapshot_json
+from lanterne.collector.snapshot import CLASSES, DOMAINS, EVIDENCE, Snapshot
 from lanterne.proto import telemetry_pb2 as pb
 
 I64 = npt.NDArray[np.int64]
@@ -709,7 +711,8 @@ def test_bytes_are_conserved_and_told_apart_by_domain() -> None:
             total += sent
             engine.apply(decode(batch.SerializeToString(), received_ns=sequence))
             engine.flush()  # node 1 is not known yet when node 0's first traffic is folded
-    comm = engine.snapshot(0.0).communicators[0]
+    snapshot = engine.snapshot(0.0)
+    comm = snapshot.communicators[0]
     domains, matrix = comm.bytes_by_domain, comm.traffic
     assert domains is not None
     assert matrix is not None
@@ -720,6 +723,11 @@ def test_bytes_are_conserved_and_told_apart_by_domain() -> None:
     np.testing.assert_array_equal(domains[2:, 1], 0)
     np.testing.assert_array_equal(domains[:2, 2], matrix[:2, 2:].sum(axis=1))
     assert comm.load["skew"] == pytest.approx(matrix.sum(axis=0).max() / matrix.sum(axis=0).mean())
+    (shown,) = json.loads(snapshot_json(snapshot))["communicators"]
+    assert shown["traffic"] == matrix.tolist()
+    assert shown["bytes_by_domain"] == {
+        name: domains[:, d].tolist() for d, name in enumerate(DOMAINS)
+    }
 
 
 def test_table_bounds_drop_and_count() -> None:

@@ -177,6 +177,12 @@ def test_what_is_no_launcher(symbol: str) -> None:
         "_ZN7deep_ep9intranode8dispatchEPviiiiiiiPvibiP11CUstream_st",  # rank and size apart
         "_ZN7deep_ep9intranode7combineE7unknownPviiiiPviiP11CUstream_st",  # a class by value
         "_ZN7deep_ep9intranode7combineEnonsense",
+        "_ZN7deep_ep9intranode8dispatchE" + 90 * "P" + "v",
+        "_ZN7deep_ep9intranode8dispatchE" + 400 * "Pv",
+        # Some 2^20 letters when written out.
+        "_ZN7deep_ep9intranode8dispatchE1aI" + "1bIiE" + 20 * "IS_S_E" + "E",
+        "_ZN7deep_ep9intranode8dispatchEPFviE",
+        "_ZN7deep_ep9intranode8dispatchE99a",
     ],
 )
 def test_what_does_not_fit_is_not_guessed(symbol: str) -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lanterne.agent.discover import Discovery, kind_of, parse_maps, parse_stat, wanted
+from lanterne.agent.discover import (
+    Discovery,
+    Mapped,
+    kind_of,
+    other_files,
+    parse_maps,
+    parse_stat,
+    wanted,
+)
 
 MAPS = b"""\
 55d0-55d1 r--p 00000000 fd:01 100 /usr/bin/python3.11
@@ -43,7 +51,7 @@ def test_maps() -> None:
         ("/x/libcuda.so.550.163.01", "cuda"),
         ("/x/libcudart.so.12", None),
         ("/x/libnccl-net.so", None),
-        ("/x/libnccl-profiler-x.so", None),
+        ("/x/libnccl-profiler-x.so", "profiler"),
         ("/x/libnccl_ep.so", "nccl_ep"),
         ("/x/libtorch_cuda.so", None),
         ("/x/mylibnccl.so.2", None),
@@ -54,7 +62,7 @@ def test_kinds(path: str, kind: str | None) -> None:
 
 
 def test_start_and_size_behind_a_name_with_brackets() -> None:
-    assert parse_stat(STAT) == (22, 23)
+    assert parse_stat(STAT) == (22, 23, 28)
 
 
 def test_candidate_in_the_last_line_and_twice_in_one() -> None:
@@ -70,13 +78,16 @@ def test_globs() -> None:
     assert not wanted("/a/libnccl.so.2", ("/a/*",), ("*/libnccl*",))
 
 
-def make(proc: Path, pid: int, maps: bytes, start: int = 22, size: int | None = None) -> None:
+def make(
+    proc: Path, pid: int, maps: bytes, start: int = 22, size: int | None = None, stack: int = 28
+) -> None:
     """A process whose address space is as large as its maps are long, unless ``size`` says."""
     folder = proc / str(pid)
     folder.mkdir(exist_ok=True)
     (folder / "maps").write_bytes(maps)
     fields = [str(i) for i in range(4, 53)]
     fields[18], fields[19] = str(start), str(4096 + len(maps) if size is None else size)
+    fields[24] = str(stack)
     (folder / "stat").write_text(f"{pid} (x y) S " + " ".join(fields))
 
 
@@ -99,6 +110,79 @@ def test_scans(tmp_path: Path) -> None:
     found = discovery.scan()
     assert found.gone == (10,)
     assert not found.processes
+
+
+def test_exec_ends_what_was_there(tmp_path: Path) -> None:
+    """Pid and start stay; the stack moves. Where it cannot be read, nothing is concluded."""
+    make(tmp_path, 10, MAPS)
+    discovery = Discovery(tmp_path, (), ())
+    discovery.scan()
+    make(tmp_path, 10, MAPS, stack=4711)
+    found = discovery.scan()
+    assert found.gone == (10,)
+    assert set(found.processes) == {10}
+    make(tmp_path, 10, MAPS, stack=0)
+    assert discovery.scan().gone == ()
+    make(tmp_path, 10, MAPS, stack=4711)
+    assert discovery.scan().gone == ()
+
+
+def test_exec_of_a_process_without_libraries_ends_nothing(tmp_path: Path) -> None:
+    """A child seen between fork and exec: its program may have made its first calls already."""
+    make(tmp_path, 10, b"")
+    discovery = Discovery(tmp_path, (), ())
+    discovery.scan()
+    make(tmp_path, 10, MAPS, stack=4711)
+    found = discovery.scan()
+    assert found.gone == ()
+    assert set(found.processes) == {10}
+
+
+CUDA = b"7f03-7f04 r-xp 00001000 fd:01 7002 /x/libcuda.so.1\n"
+OTHERS = b"""\
+1-2 r-xp 00000000 fd:01 1 /opt/program
+3-4 r--p 00000000 fd:01 2 /opt/data.so
+5-6 r-xp 00001000 fd:01 3 /opt/a b/libtorch_cuda.so (deleted)
+7-8 r-xp 00001000 fd:01 3 /opt/a b/libtorch_cuda.so (deleted)
+9-a rwxs 00000000 00:05 4 /dev/nvidia0
+b-c r-xs 00000000 00:05 5 /dev/nvidiactl
+d-e r-xp 00000000 00:00 0 [vdso]
+f-10 r-xp 00000000 fd:01 6 /opt/nccl/libnccl.so.2
+"""
+
+
+def test_other_files_of_a_process_with_a_gpu() -> None:
+    hinted, program = other_files(OTHERS + CUDA)
+    assert (hinted.path, hinted.deleted, hinted.range) == ("/opt/a b/libtorch_cuda.so", True, "5-6")
+    assert (program.path, program.kind) == ("/opt/program", "nccl")
+    assert [one.path for one in other_files(OTHERS)] == ["/opt/a b/libtorch_cuda.so"]
+    assert not other_files(b"1-2 r-xp 00000000 fd:01 1 /opt/program\n")
+
+
+def test_what_is_not_looked_into_yet_is_asked_about_again(tmp_path: Path) -> None:
+    make(tmp_path, 10, OTHERS + CUDA)
+    answers: dict[str, bool | None] = {"/opt/program": None, "/opt/a b/libtorch_cuda.so": False}
+    asked: list[str] = []
+
+    def holds(pid: int, mapped: Mapped) -> bool | None:
+        assert pid == 10
+        asked.append(mapped.path)
+        return answers[mapped.path]
+
+    discovery = Discovery(tmp_path, (), (), holds)
+
+    def kinds() -> list[str]:
+        _, mapped = discovery.scan().processes[10]
+        return [one.path for one in mapped]
+
+    named = ["/x/libcuda.so.1", "/opt/nccl/libnccl.so.2"]
+    assert sorted(kinds()) == sorted(named)
+    assert asked == ["/opt/a b/libtorch_cuda.so", "/opt/program"]
+    answers["/opt/program"] = True
+    assert sorted(kinds()) == sorted([*named, "/opt/program"])
+    assert asked[2:] == ["/opt/program"]
+    kinds()
+    assert len(asked) == 3
 
 
 def test_no_proc_at_all(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def collect(outcome: Outcome, disk: Path, folder: Path) -> None:
         name = f"{case.get('classname')}::{case.get('name')}"
         if (case.get("name") or "").startswith("test_instruction["):
             said = (case.findtext("system-out") or "").splitlines()
-            outcome.instructions += [one for one in said if one.endswith(("stepped", "emulated"))]
+            outcome.instructions += [
+                one for one in said if one.endswith(("stepped", "emulated", "refused"))
+            ]
         if case.find("failure") is not None or case.find("error") is not None:
             outcome.failed.append(name)
         elif (skip := case.find("skipped")) is not None:
