@@ -51,6 +51,7 @@ class Registry:
         roles: Mapping[str, str] | None = None,
         gloo_probes: Iterable[int] = (),
         boot_id: str = "",
+        plugins_since: Callable[[], int] = lambda: 0,
     ):
         # A quarter more rows than communicators: those in quarantine need a place, too.
         self.rows = min(limit + limit // 4 + 64, NO_SLOT)
@@ -61,6 +62,8 @@ class Registry:
         self._roles = roles or {}
         self._gloo_probes = frozenset(gloo_probes)
         self._boot_id = boot_id
+        # Since when every profiler plugin is listened to, CLOCK_MONOTONIC ns; 0: none is.
+        self._plugins_since = plugins_since
         self._comms: dict[int, Communicator] = {}  # by slot, ended ones included
         self._by_key: dict[tuple[int, int], Communicator] = {}
         self._facts: dict[int, ProcessFacts] = {}
@@ -280,8 +283,7 @@ class Registry:
 
     def _replays_numbered(self, comm: Communicator) -> bool:
         if comm.replays_numbered is None:
-            plugins = [lib for lib in self._libraries(comm.tgid) if lib.kind == "profiler"]
-            since = max((lib.since_ns for lib in plugins), default=0)
+            since = self._plugins_since()
             comm.replays_numbered = not comm.complete or 0 < since < comm.born_ns
         return comm.replays_numbered
 

@@ -67,6 +67,7 @@ class Agent:
             roles=config.identity.roles,
             gloo_probes=_gloo_probes(),
             boot_id=boot_id,
+            plugins_since=self._uprobes.plugins_since if self._uprobes else lambda: 0,
         )
         self._pipeline = Pipeline(
             self._registry,

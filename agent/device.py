@@ -18,7 +18,8 @@ the plugin's count of replays, collectives by counting, where NCCL's number of t
 what is missing. The communicator's operations run in one order on all ranks, so these numbers are
 the same everywhere if every rank was listened to from the communicator's beginning, or if the
 collector aligns the ranks by time because the communicator was met running. Of any other one the
-replays are counted in `unplaced` and sent nowhere.
+replays are counted in `unplaced` and sent nowhere. The first replay raises the numbers of its lane
+by `REPLAYS_FROM`, since captured calls have numbers, too, and never run themselves.
 
 The plugin may tell one group of sends and receives in parts: first start, last stop, all bytes. An
 operation without a usable stop keeps its number and has no evidence.
@@ -51,6 +52,7 @@ from lanterne.probes.nccl_profiler.usdt import OpFlag
 MAX_ROWS = 1 << 17  # of operations, and of calls, that wait for each other
 ACTIVE_ROUNDS = 5  # windows without an operation until a communicator counts as not told of
 KEPT_ROUNDS = 60  # windows that a call waits for the GPU
+REPLAYS_FROM = 1 << 23  # above the numbers of the calls that were captured
 SETTLE_NS = 50_000_000  # after its stop, the parts of an operation are all there
 READ_NS = 700_000_000  # a record older than that before a window has been read in the one before
 _KINDS = 32
@@ -154,7 +156,9 @@ class Device:
         first = np.full(self._slots, np.iinfo(np.int64).max)
         np.minimum.at(first, self._eager["key"] // _KINDS, self._eager["start"])
         ready = rows["start"] < first[rows["key"] // _KINDS]
-        self._replays = rows[~ready]
+        waits = rows[~ready]
+        self.unplaced += max(0, len(waits) - MAX_ROWS)
+        self._replays = waits[-MAX_ROWS:]
         if final:
             self.unplaced += len(self._replays)
         return self._as_operations(rows[ready])
@@ -163,7 +167,7 @@ class Device:
         """Operations whose parts are all there, one row each, by slot and start."""
         rows = self._new
         if not len(rows):
-            return rows
+            return self._new
         open_ = np.maximum(rows["stop"], rows["start"]) + SETTLE_NS > end_ns
         if final:
             open_[:] = False
@@ -180,7 +184,7 @@ class Device:
         self._new = rows[open_]
         rows = rows[~open_]
         if not len(rows):
-            return rows
+            return self._new[:0]
         rows = rows[np.lexsort((rows["part"], rows["seq"], _replayed(rows), rows["key"]))]
         starts = _starts(rows, "key", "seq", "flags")
         merged = rows[starts]
@@ -193,7 +197,8 @@ class Device:
                 merged[name] = np.add.reduceat(rows[name], starts)
             merged["enqueue"] = np.minimum.reduceat(rows["enqueue"], starts)
         merged["since"] = self._round
-        return merged[np.lexsort((merged["start"], merged["key"] // _KINDS))]
+        ordered: np.ndarray = merged[np.lexsort((merged["start"], merged["key"] // _KINDS))]
+        return ordered
 
     def _count_replays(self, rows: np.ndarray) -> None:
         """Of each operation: how many replays of each lane ran before it; the number of a replay
@@ -217,9 +222,9 @@ class Device:
         told[starts] = np.maximum(told[starts], self._replayed[slot[starts], 1])
         lift = np.repeat(np.arange(len(starts)), lengths) << 48
         told = np.maximum.accumulate(told + lift) - lift
-        rows["number"] = np.where(p2p, rows["seq"], ran - 1)
-        rows["before"][:, 0] = np.where(p2p, ran, ran - step)
-        rows["before"][:, 1] = told
+        rows["number"] = REPLAYS_FROM + np.where(p2p, rows["seq"], ran - 1)
+        for lane, before in enumerate((np.where(p2p, ran, ran - step), told)):
+            rows["before"][:, lane] = before + np.where(before > 0, REPLAYS_FROM, 0)
         ends = np.append(starts[1:], len(rows)) - 1
         self._replayed[slot[ends], 0], self._replayed[slot[ends], 1] = ran[ends], told[ends]
 

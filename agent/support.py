@@ -94,7 +94,7 @@ def probe_support(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ke
     loads, why = _loads(0)
     multi = loads and _multi_works(proc)
     perf = read_text(sys / "bus/event_source/devices/uprobe/type") is not None
-    problems = list(_problems(proc, sys, number, capabilities))
+    problems = list(_problems(proc, number, capabilities))
     if not loads:
         problems.append(
             f"the kernel refuses BPF programs ({why}): run as root, or with CAP_BPF, CAP_PERFMON, "
@@ -122,19 +122,11 @@ def probe_support(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ke
     )
 
 
-def _problems(
-    proc: Path, sys: Path, number: tuple[int, int], capabilities: tuple[str, ...]
-) -> Iterable[str]:
+def _problems(proc: Path, number: tuple[int, int], capabilities: tuple[str, ...]) -> Iterable[str]:
     if platform.machine() not in ("x86_64", "aarch64"):
         yield f"architecture {platform.machine()}: only x86_64 and aarch64 are supported"
     if number < (5, 15):
         yield f"kernel {platform.release()}: attach cookies need 5.15; use a later kernel"
-    lockdown = read_text(sys / "kernel/security/lockdown") or ""
-    if "[confidentiality]" in lockdown:
-        yield (
-            "kernel lockdown is in confidentiality mode, which forbids BPF programs to read "
-            "memory: boot with lockdown=integrity"
-        )
     if "CAP_SYS_ADMIN" not in capabilities:
         missing = {"CAP_BPF", "CAP_PERFMON"} - set(capabilities)
         if missing:

@@ -68,6 +68,11 @@ class Uprobes:
         known = self.attacher.libraries
         return [known[key] for key in process.libraries if key in known]
 
+    def plugins_since(self) -> int:
+        """CLOCK_MONOTONIC ns since when every profiler plugin is probed; 0: none is."""
+        libraries = self.attacher.libraries.values()
+        return max((one.since_ns for one in libraries if one.kind == "profiler"), default=0)
+
     @property
     def news(self) -> bool:
         """Whether there is something to read about communicators."""

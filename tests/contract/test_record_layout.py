@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lanterne.probes import layout, rows
+from lanterne.probes.nccl_profiler.usdt import OP
 
 BPF = Path(layout.__file__).parent / "bpf"
 STRUCTS = {
@@ -35,6 +36,13 @@ def header() -> dict[str, int]:
     constants = re.findall(r"#define (LANTERNE_[A-Z_0-9]+)[ \t]+[^\s\\]", text)
     enums = re.findall(r"^\t(LANTERNE_[A-Z_]+),", text, re.MULTILINE)
     lines = [f'printf("{name} %lld\\n", (long long)({name}));' for name in constants + enums]
+    for name in ("tgid", "tid", "op"):
+        lines.append(
+            f'printf("lanterne_device.{name} %zu\\nlanterne_device.{name}: %zu\\n", '
+            f"offsetof(struct lanterne_device, {name}), "
+            f"sizeof(((struct lanterne_device *)0)->{name}));"
+        )
+    lines.append('printf("lanterne_device %zu\\n", sizeof(struct lanterne_device));')
     for struct, dtype in STRUCTS.items():
         lines.append(f'printf("{struct} %zu\\n", sizeof(struct {struct}));')
         lines += [
@@ -121,3 +129,14 @@ def test_ring_stride_is_a_whole_number_of_words() -> None:
     for dtype in (layout.RECORD, layout.COMM_EVENT):
         assert (layout.RING_HEADER_BYTES + dtype.itemsize) % 8 == 0
         assert np.dtype(dtype).isbuiltin == 0
+
+
+def test_device_record_holds_the_plugins_own(header: dict[str, int]) -> None:
+    """tests/plugin compares usdt.OP with the plugin's header."""
+    assert header["lanterne_device"] == layout.DEVICE.itemsize
+    assert (header["lanterne_device.tgid"], header["lanterne_device.tid"]) == (0, 4)
+    fields = layout.DEVICE.fields
+    assert fields is not None
+    for name in OP.names or ():
+        assert fields[name][1] == header["lanterne_device.op"] + OP.fields[name][1]  # type: ignore[index]
+    assert header["lanterne_device.op:"] == OP.itemsize

@@ -173,8 +173,12 @@ def test_ring_too_small_counts_what_it_loses(tmp_path: Path, paths: RigPaths) ->
         assert 0 < read < made
         assert read + sum(lost.values()) == made, lost
         # The collector, and so the operator, knows too.
-        known = stack.collector_metrics().total("lanterne_node_events_lost_total")
-        assert known == sum(lost.values())
+        wait_for(
+            lambda: stack.collector_metrics().total("lanterne_node_events_lost_total")
+            == sum(lost.values()),
+            20,
+            "the losses at the collector",
+        )
 
 
 def test_doctor_says_what_cannot_be_seen(stack: Stack, paths: RigPaths) -> None:

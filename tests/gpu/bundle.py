@@ -27,7 +27,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.gpu.runtime import ARCHIVE, LIBRARIES, MANIFEST, PLUGIN, SITE
+from tests.gpu.runtime import ARCHIVE, LIBRARIES, MANIFEST, PLUGIN, SITE, wrapper
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 60_000_000
@@ -36,22 +36,26 @@ PYTHON = "3.11"
 PACKAGES = (
     "libc6", "libgcc-s1", "libstdc++6", "zlib1g",
     "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib",
-    "libexpat1", "libbz2-1.0", "libuuid1", "liblzma5", "libffi8", "libtinfo6",
+    "libssl3", "libexpat1", "libbz2-1.0", "libuuid1", "liblzma5", "libffi8", "libtinfo6",
     "python3-bpfcc", "libbpfcc", "libclang-cpp14", "libllvm14", "libelf1", "libbpf1", "libedit2",
     "libbsd0", "libmd0",
 )  # fmt: skip
 STAND_INS = {"libz3-4": "libz3.so.4", "libxml2": "libxml2.so.2"}
+IMPORTS = """
+import sys, bcc, grpc, lanterne.agent.daemon, lanterne.agent.doctor, pynvml
+import lanterne.proto.telemetry_pb2, google.protobuf.json_format
+print(sys.prefix)
+"""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-# Modules of Python whose libraries would have to come along; hashlib has its own hashes without
-# OpenSSL's.
-UNUSED_MODULES = ("_ssl", "_hashlib", "_sqlite3", "_crypt", "_curses", "_curses_panel", "_dbm",
+# Modules of Python whose libraries would have to come along.
+UNUSED_MODULES = ("_sqlite3", "_crypt", "_curses", "_curses_panel", "_dbm",
                   "nis", "readline", "_test*")  # fmt: skip
 DROPPED = (
     "usr/share", "usr/sbin", "etc", "var", "usr/lib/valgrind",
     "usr/lib/x86_64-linux-gnu/gconv", "lib/x86_64-linux-gnu/audit",
     *(f"usr/lib/python3.11/lib-dynload/{name}.*" for name in UNUSED_MODULES),
     f"{SITE}/numpy/**/tests", f"{SITE}/numpy/_core/include", f"{SITE}/numpy/f2py",
-    f"{SITE}/numpy/typing", f"{SITE}/**/*.pyi", f"{SITE}/**/*.a",
+    f"{SITE}/**/*.pyi", f"{SITE}/**/*.a",
 )  # fmt: skip
 
 
@@ -170,15 +174,27 @@ def check_complete(root: Path) -> None:
         raise SystemExit("the bundle would lack: " + "; ".join(sorted(lacking)))
 
 
+def check_imports(python: Path) -> str:
+    """All that an agent and its compiler import, as they are started: isolated, no environment."""
+    done = subprocess.run([str(python), "-I", "-B", "-c", IMPORTS], env={}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"the bundled Python fails: {done.stderr.strip()[-800:]}")
+    return done.stdout
+
+
 def pack(root: Path, archive: Path) -> None:
-    """By xz with its filter for x86 code, which saves a tenth; any liblzma reads it."""
+    """By xz with its filter for x86 code, which saves a tenth; any liblzma reads it.
+
+    Blocks are three dictionaries long: larger ones save little and leave no work for other cores.
+    """
     with tempfile.TemporaryDirectory() as tmp:
         plain = Path(tmp, "runtime.tar")
         with tarfile.open(plain, "w") as out:
             out.add(root, arcname=".", filter=_owned_by_nobody)
         with archive.open("wb") as to:
             subprocess.run(
-                ["xz", "-T0", "--x86", "--lzma2=preset=6,dict=64MiB", "-c", str(plain)],
+                ["xz", "-T0", "--x86", "--lzma2=preset=6,dict=32MiB", "-c", str(plain)],
                 stdout=to, check=True,
             )  # fmt: skip
 
@@ -199,39 +215,46 @@ def add_check(out: Path) -> None:
     assert (out / PLUGIN).exists()
 
 
+def add_root(root: Path, work: Path) -> dict[str, object]:
+    """Python, bcc and what Lanterne needs -> versions."""
+    packages = fetch_packages(PACKAGES, work / "debs")
+    extract(work / "debs", root)
+    wheels = add_wheels(root, work)
+    fetch_packages(STAND_INS, work / "replaced")
+    extract(work / "replaced", work / "real")
+    users = [next(root.rglob(name)) for name in ("libLLVM-14.so.1", "libclang-cpp.so.14")]
+    for soname in STAND_INS.values():
+        (real,) = (work / "real").rglob(soname)
+        add_stand_in(real, users, root / LIBRARIES[1] / soname)
+    return {"packages": packages, "wheels": wheels}
+
+
 def make(out: Path, *, rig: bool) -> int:
-    """-> bytes of the finished folder."""
-    if out.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
+    """Makes or replaces the folder `out` -> its bytes."""
+    if out.exists() and not (out / MANIFEST).exists():
         raise SystemExit(f"{out} is not a bundle: it will not be replaced")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as name:
         work = Path(name)
-        root = work / "root"
+        root, made = work / "root", work / "made"
         (root / SITE).mkdir(parents=True)
-        versions: dict[str, object] = {}
-        if not rig:
-            versions["packages"] = fetch_packages(PACKAGES, work / "debs")
-            extract(work / "debs", root)
-            versions["wheels"] = add_wheels(root, work)
-            fetch_packages(STAND_INS, work / "replaced")
-            extract(work / "replaced", work / "real")
-            for soname in STAND_INS.values():
-                (real,) = (work / "real").rglob(soname)
-                users = [*(root / LIBRARIES[1]).glob("libLLVM-*.so.1"), *root.rglob("libbcc.so.0"),
-                         *root.rglob("libclang-cpp.so.14")]  # fmt: skip
-                add_stand_in(real, users, root / LIBRARIES[1] / soname)
+        made.mkdir()
+        versions = {} if rig else add_root(root, work)
         versions["lanterne"] = add_lanterne(root)
         slim(root)
         if not rig:
             check_complete(root)
-        pack(root, out / ARCHIVE)
-    add_check(out)
-    manifest = {"python": None if rig else f"usr/bin/python{PYTHON}", "versions": versions}
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    if size >= MAX_BYTES:
-        raise SystemExit(f"{out} has {size:,} bytes; {MAX_BYTES:,} is the limit")
+            check_imports(wrapper(root, f"usr/bin/python{PYTHON}", ()))
+            (root / "python").unlink()
+        pack(root, made / ARCHIVE)
+        add_check(made)
+        manifest = {"python": None if rig else f"usr/bin/python{PYTHON}", "versions": versions}
+        (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+        if size >= MAX_BYTES:
+            raise SystemExit(f"the bundle would have {size:,} bytes; {MAX_BYTES:,} is the limit")
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, out)
     return size
 
 

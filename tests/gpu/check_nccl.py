@@ -79,9 +79,9 @@ def _run(context: Context, name: str, *, late: bool, plugin: Path | None = None)
     log, env = _logging(context, name)
     if plugin is not None:
         env["NCCL_PROFILER_PLUGIN"] = str(plugin)
-    if late:
-        context.watch.stop_agent()
-    else:
+    # Anew each time: then a library that is attached was found in this very process.
+    context.watch.stop_agent()
+    if not late:
         context.watch.start_agent()
     with context.driver(name, env) as driver:
         if not late:

@@ -61,7 +61,7 @@ def unpack(bundle: Path, prefix: Path, *, python: str = "", bcc: str = "/usr/bin
     plugin = bundle / PLUGIN
     env = clean_env()
     if manifest["python"]:
-        python = bcc = str(_wrapper(prefix, str(manifest["python"]), driver_folders))
+        python = bcc = str(wrapper(prefix, str(manifest["python"]), driver_folders))
     elif not python:
         raise ValueError("the bundle has no Python of its own, and none was named")
     else:
@@ -69,7 +69,8 @@ def unpack(bundle: Path, prefix: Path, *, python: str = "", bcc: str = "/usr/bin
     return Runtime(python, bcc, env, plugin if plugin.exists() else None, manifest["versions"])
 
 
-def _wrapper(prefix: Path, python: str, driver_folders: tuple[str, ...]) -> Path:
+def wrapper(prefix: Path, python: str, driver_folders: tuple[str, ...]) -> Path:
+    """A script that starts the Python in `prefix`; it stands in `prefix` itself."""
     paths = [*(str(prefix / folder) for folder in LIBRARIES), *driver_folders]
     script = prefix / "python"
     script.write_text(

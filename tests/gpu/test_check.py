@@ -163,12 +163,4 @@ def test_size_and_python_of_the_real_bundle(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file())
     assert size < bundle.MAX_BYTES
     made = runtime.unpack(REAL, tmp_path / "prefix")
-    code = (
-        "import bcc, capstone, grpc, msgspec, numpy, prometheus_client, psutil, pynvml, elftools, "
-        "lanterne.agent.daemon, lanterne.agent.doctor, sys; print(sys.prefix, bcc.BPF)"
-    )
-    # As the agent starts it: isolated, with nothing in the environment.
-    done = subprocess.run([made.python, "-I", "-c", code], env={}, capture_output=True, text=True,
-                          check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path / "prefix"))
+    assert bundle.check_imports(Path(made.python)).strip() == str(tmp_path / "prefix" / "usr")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import platform
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ def test_every_count(either: Any, variant: str) -> None:
         assert library.nccl_version == (22105 if variant == "old" else 22809)
         by_check = catalog.ENQUEUE_CHECK_ID in {site.row for site in library.sites}
         assert by_check == (variant != "stripped")
-        assert library.comm_offsets is not None
+        # Without debugging information they are in the getters' machine code, read on x86-64 only.
+        if variant != "stripped" or platform.machine() == "x86_64":
+            assert library.comm_offsets is not None
         either.ring.drain(1 << 20)
         either.comm_ring.drain(1 << 20)
         before = either.programs.counters()

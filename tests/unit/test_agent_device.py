@@ -9,6 +9,7 @@ import pytest
 from agent_arrays import BASE_NS, exchange, record, records, slots, table
 
 from lanterne.agent import events
+from lanterne.agent.device import REPLAYS_FROM
 from lanterne.agent.events import DEVICE, ENQUEUE, ORDER, Records, Rules
 from lanterne.agent.groups import Groups
 from lanterne.agent.roles import COMBINE, DISPATCH
@@ -218,9 +219,9 @@ def test_replays_are_operations_of_their_own() -> None:
     scene.close()
     scene.close(final=True)
     rows = sorted(scene.rows())
-    assert [r[1] for r in rows if r[0] == 0] == [0, 1, 2, 3]
+    assert [r[1] - REPLAYS_FROM for r in rows if r[0] == 0] == [0, 1, 2, 3]
     assert [r[1:4] for r in rows if r[0] == 1] == [
-        (i, Func.ALL_TO_ALL_V, DISPATCH if i % 2 == 0 else COMBINE) for i in range(4)
+        (REPLAYS_FROM + i, Func.ALL_TO_ALL_V, DISPATCH if i % 2 == 0 else COMBINE) for i in range(4)
     ]
     assert scene.total("count", DEVICE) == 8
     assert scene.total("bytes", DEVICE) == 2 * 100 + 2 * 75 + 4 * 32
@@ -232,7 +233,8 @@ def test_a_lost_replay_leaves_a_gap() -> None:
         scene.gpu(replay(i, BASE_NS + i * 20 * MS))
         scene.gpu(told(seq=9 + i, flags=OpFlag.GRAPH, start_ns=BASE_NS + i * 20 * MS + 15 * MS))
     scene.close(final=True)
-    assert sorted(r[:2] for r in scene.rows()) == [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 3)]
+    found = sorted((r[0], r[1] - REPLAYS_FROM) for r in scene.rows())
+    assert found == [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 3)]
 
 
 def test_replays_that_were_not_seen_from_the_beginning_are_left_out() -> None:
@@ -267,7 +269,7 @@ def test_calls_and_replays_in_turns_count_on(cuts: tuple[int, ...]) -> None:
         scene.close()
     scene.close(final=True)
     assert sorted((r[1], r[5]) for r in scene.rows()) == [
-        (i, BASE_NS + i * 300 * MS + 10 * MS) for i in range(6)
+        (i + (REPLAYS_FROM if i else 0), BASE_NS + i * 300 * MS + 10 * MS) for i in range(6)
     ]
 
 
@@ -278,4 +280,4 @@ def test_slots_used_anew_know_nothing() -> None:
     scene.windows.forget(np.array([0], np.uint16))
     scene.gpu(replay(0, BASE_NS + S))
     scene.close(final=True)
-    assert [r[1] for r in scene.rows()] == [0, 0]
+    assert [r[1] for r in scene.rows()] == [REPLAYS_FROM, REPLAYS_FROM]

@@ -10,6 +10,13 @@
 
 static __thread char lastError[256];
 
+/* The real library prints it; tools that cannot read machine code find the version by it. */
+#if RIG_NCCL_VERSION == 22105
+__attribute__((used)) static const char versionText[] = "NCCL version 2.21.5+rig";
+#else
+__attribute__((used)) static const char versionText[] = "NCCL version 2.28.9+rig";
+#endif
+
 uint64_t nowNs(void) {
   struct timespec ts;
   clock_gettime(CLOCK_MONOTONIC, &ts);

@@ -45,4 +45,4 @@ if __name__ == "__main__":
     try:
         print(attempt(Path(sys.argv[1])))
     except (AgentError, OSError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}"[-400:])
+        print(f"{type(error).__name__}: {error}"[:400])
