@@ -34,7 +34,6 @@ from lanterne.agent.process import Processes
 from lanterne.agent.structure import MAX_RANKS
 from lanterne.probes.layout import CommFlag, CommKind
 
-PLUGIN_POINTER = (1 << 63) | 1  # in the place of an address, which is even and lower
 QUARANTINE_ROUNDS = 8  # windows; more than windows' patience
 
 
@@ -305,7 +304,7 @@ class Registry:
                 found = comm if found is None or comm.ended_round < 0 else found
         if found is None and not unknown and 0 <= rank < n_ranks <= MAX_RANKS and comm_hash:
             # It was made before the agent came and makes no call: it runs in graphs.
-            found = self._new(tgid, comm_hash | PLUGIN_POINTER, now_ns)
+            found = self._new(tgid, _plugin_pointer(comm_hash, rank), now_ns)
             if found is not None:
                 found.comm_hash, found.rank, found.n_ranks = comm_hash, rank, n_ranks
                 found.library, found.identity = NCCL, identity.STRUCTURE
@@ -373,7 +372,7 @@ class Registry:
             # What a plugin told of it before it was met goes to it from now on.
             if self._told.get((comm.tgid, comm.comm_hash, comm.rank), slot) != slot:
                 del self._told[comm.tgid, comm.comm_hash, comm.rank]
-                self._end(comm.tgid, comm.comm_hash | PLUGIN_POINTER, now_ns)
+                self._end(comm.tgid, _plugin_pointer(comm.comm_hash, comm.rank), now_ns)
 
     def _process(self, tgid: int) -> ProcessFacts:
         facts = self._facts.get(tgid)
@@ -434,3 +433,10 @@ class Registry:
 
     def pids(self) -> set[int]:
         return {tgid for tgid, _ in self._by_key}
+
+
+def _plugin_pointer(comm_hash: int, rank: int) -> int:
+    """In the place of a pointer that only a plugin's word stands for: no address is odd or as high.
+    Ranks of one communicator may share a process."""
+    mixed = (comm_hash + rank * 0x9E3779B97F4A7C15) & commhash.MASK
+    return mixed | (1 << 63) | 1

@@ -127,3 +127,20 @@ def test_waits_are_those_of_the_device(
         assert abs(waits[SLOW] - expected[SLOW]) < 0.01 * expected.max()
     finally:
         job.close()
+
+
+def test_an_agent_that_comes_late_to_a_replaying_job(
+    tmp_path: Path, paths: RigPaths, plugin: Path
+) -> None:
+    """No call is ever made: who is who is known from the plugin alone."""
+    config = JobConfig(**(BASE | {"mode": "graph", "seconds": 90}))  # type: ignore[arg-type]
+    env = {"NCCL_PROFILER_PLUGIN": str(plugin), "LANTERNE_PROFILER": "always"}
+    with Job(config, paths=paths, env=env | {"LANTERNE_WORKLOAD": "job"}) as job:
+        job.wait_ready()
+        with Stack(tmp_path, [f"{paths.root}/*"]) as stack:
+            stack.start()
+            rows = wait_for(lambda: list(stack.named()), 60, f"a named rank\n{stack.logs()}")
+            assert {(r["rank"], r["evidence"], r["workload"]) for r in rows} == {
+                (SLOW, "device", "job")
+            }
+            assert stack.agent_metrics().total("lanterne_agent_device_unplaced_total") == 0

@@ -174,8 +174,10 @@ def test_ring_too_small_counts_what_it_loses(tmp_path: Path, paths: RigPaths) ->
         assert read + sum(lost.values()) == made, lost
         # The collector, and so the operator, knows too.
         wait_for(
-            lambda: stack.collector_metrics().total("lanterne_node_events_lost_total")
-            == sum(lost.values()),
+            lambda: (
+                stack.collector_metrics().total("lanterne_node_events_lost_total")
+                == sum(lost.values())
+            ),
             20,
             "the losses at the collector",
         )

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def describe(host: Host) -> dict[str, object]:
     """For the report."""
     gpus: list[dict[str, str]] = []
     if host.smi:
-        gpus = ask_smi(host.smi)
+        with suppress(OSError, subprocess.SubprocessError):  # the check nvml tells it
+            gpus = ask_smi(host.smi)
     release = Path("/etc/os-release")
     pretty = [
         line.partition("=")[2].strip('"')

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.gpu import check_cost, check_cuda, check_nccl, check_nvml, host
 from tests.gpu.context import Context
-from tests.gpu.result import Report, Result
+from tests.gpu.result import Report, Result, failed
 from tests.gpu.runtime import MANIFEST, unpack
 from tests.gpu.watch import Watch
 
@@ -64,12 +64,17 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lanterne-gpu-") as name:
         folder = Path(name)
         found = rig_host(options.rig) if options.rig else host.look()
-        runtime = unpack(bundle, folder / "prefix", python=options.python,
-                         driver_folders=found.driver_folders)  # fmt: skip
-        report.host = host.describe(found) | {"bundle": dict(runtime.versions)}
-        with Watch(folder, runtime, found) as watch:
-            context = Context(folder, found, runtime, watch, options.rig is not None)
-            run_checks(report, context, options.only or CHECKS)
+        report.host = host.describe(found)
+        try:
+            runtime = unpack(bundle, folder / "prefix", python=options.python,
+                             driver_folders=found.driver_folders)  # fmt: skip
+            report.host["bundle"] = dict(runtime.versions)
+            with Watch(folder, runtime, found) as watch:
+                context = Context(folder, found, runtime, watch, options.rig is not None)
+                run_checks(report, context, options.only or CHECKS)
+        except Exception as error:  # the report is written in any case
+            why = f"{type(error).__name__}: {error}"
+            report.run("setup", partial(failed, why))
     report.write(options.out)
     count = {status: sum(check["status"] == status for check in report.checks)
              for status in ("passed", "failed", "skipped")}  # fmt: skip

@@ -101,6 +101,13 @@ def test_what_fails_is_told(small: Path, rig: Path, tmp_path: Path) -> None:
     assert "no agent" in one["detail"]
 
 
+@pytest.mark.kernel
+def test_a_python_that_lacks_everything_is_told(small: Path, rig: Path, tmp_path: Path) -> None:
+    code, report, _ = check(small, rig, tmp_path / "out.json", "--python", "/bin/false")
+    assert code == 1
+    assert [(one["name"], one["status"]) for one in report["checks"]] == [("setup", "failed")]
+
+
 def test_report(tmp_path: Path) -> None:
     lines: list[str] = []
     report = Report(lines.append)

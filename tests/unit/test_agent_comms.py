@@ -16,6 +16,7 @@ from lanterne.agent.comms import QUARANTINE_ROUNDS, Registry
 from lanterne.agent.events import NO_SLOT
 from lanterne.agent.identity import MAX_ATTEMPTS, Communicator
 from lanterne.agent.process import Processes
+from lanterne.probes import layout
 from lanterne.probes.layout import CommFlag, CommKind
 
 UNIQUE_ID = bytes((37 * i + 11) & 255 for i in range(128))
@@ -562,3 +563,52 @@ def test_the_own_process_can_be_read() -> None:
     assert (mine.start_ticks(os.getpid()) or 0) > 0
     assert mine.start_ticks(2**22 + 1) is None
     assert mine.environ(2**22 + 1) == {}
+
+
+# -- what a profiler plugin tells ----------------------------------------------------------
+
+
+def told(**fields: object) -> np.ndarray:  # type: ignore[type-arg]
+    row = np.zeros(1, layout.DEVICE)
+    for name, value in ({"tgid": 10, "comm_hash": 77, "rank": 2, "n_ranks": 4} | fields).items():
+        row[name] = value
+    return row
+
+
+def test_a_plugin_names_a_communicator_that_makes_no_call(host: Host) -> None:
+    found = registry(host)
+    slots, trusted = found.assign_device(np.concatenate([told(), told(), told(rank=3)]))
+    assert slots[0] == slots[1] != slots[2]
+    assert trusted.all(), "the collector aligns it by time"
+    comm, _ = found.alive()
+    assert (comm.comm_hash, comm.rank, comm.n_ranks, comm.complete) == (77, 2, 4, False)
+    assert found.assign_device(told())[0] == slots[0]
+
+
+def test_a_plugin_tells_of_the_communicator_that_was_seen(host: Host) -> None:
+    since = BASE_NS - 1
+    found = registry(host, plugins_since=lambda: since)
+    found.apply(init())
+    found.resolve(BASE_NS)
+    (comm,) = found.alive()
+    mine = {"comm_hash": comm.comm_hash, "rank": comm.rank, "n_ranks": comm.n_ranks}
+    slots, trusted = found.assign_device(told(**mine))
+    assert (slots.tolist(), trusted.tolist()) == ([comm.slot], [True])
+    assert len(found.alive()) == 1
+
+
+def test_replays_count_only_where_the_plugin_was_listened_to_before(host: Host) -> None:
+    found = registry(host, plugins_since=lambda: BASE_NS + 1)
+    found.apply(init())
+    (comm,) = found.alive()
+    mine = {"comm_hash": comm.comm_hash, "rank": comm.rank, "n_ranks": comm.n_ranks}
+    assert found.assign_device(told(**mine))[1].tolist() == [False]
+
+
+def test_a_nonsensical_plugin_names_nobody(host: Host) -> None:
+    found = registry(host)
+    slots, _ = found.assign_device(
+        np.concatenate([told(rank=4), told(n_ranks=0), told(comm_hash=0)])
+    )
+    assert set(slots.tolist()) == {NO_SLOT}
+    assert not found.alive()
