@@ -49,7 +49,7 @@ PARENT = textwrap.dedent(
 
 
 def until(condition: Any) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import time
@@ -77,7 +78,9 @@ def test_every_count(either: Any, tmp_path: Path, form: str) -> None:
         assert library.state == "attached", library.error
         assert Path(library.path).name == (FORMS[form].library or "rigcall")
         assert library.nccl_version == 22809
-        assert library.comm_offsets is not None
+        # Without debugging information they are in the getters' machine code, read on x86-64 only.
+        if not FORMS[form].stripped or platform.machine() == "x86_64":
+            assert library.comm_offsets is not None
         by_check = catalog.ENQUEUE_CHECK_ID in {site.row for site in library.sites}
         assert by_check == (not FORMS[form].stripped)
         either.ring.drain(1 << 20)
