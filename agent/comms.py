@@ -356,10 +356,11 @@ class Registry:
         else:
             identity.derive(comm, self._version(comm.tgid))
             identity.from_structure(comm, self._processes, self._libraries(comm.tgid))
-        if comm.resolved and (comm.bus_id or comm.library == GLOO or comm.attempts >= 4):
-            self._unresolved.pop(comm.slot, None)
         comm.attempts += 1
-        if comm.attempts >= MAX_ATTEMPTS and comm.resolved:
+        # NCCL's bus id is in the structure, and its offsets are known only when a scan has met the
+        # process: seconds after its first call, where another process had the library attached.
+        patience = MAX_ATTEMPTS if comm.library == NCCL else 5
+        if comm.resolved and (comm.bus_id or comm.library == GLOO or comm.attempts >= patience):
             self._unresolved.pop(comm.slot, None)
         comm.next_try_ns = now_ns + pause_ns(comm.attempts)
         comm.role = identity.role_of(comm.name, self._roles)

@@ -373,6 +373,23 @@ def test_a_process_with_both_libraries_is_told_by_the_probe(host: Host) -> None:
 OTHER = Library(nccl_version=22105, comm_offsets=Offsets(0xF8, 0x100, 0x104, 0x108, 0x120))
 
 
+def test_the_bus_id_is_read_when_a_later_scan_meets_the_process(host: Host) -> None:
+    """The library was attached for another process: calls come before the scan that tells which
+    libraries this one has."""
+    known: list[Library] = []
+    found = Registry(libraries=lambda _: known, processes=Processes(host.root))
+    host.structure(10, 0x1000, comm_hash=NEW_HASH, rank=3, n_ranks=8, bus=0x3B000)
+    found.apply(init())
+    second = 1_000_000_000
+    for tick in range(30):  # three seconds without knowing its libraries
+        found.resolve(tick * second // 10)
+    assert only(found).bus_id == ""
+    known.append(Library())
+    for tick in range(30, 60):
+        found.resolve(tick * second // 10)
+    assert only(found).bus_id == "0000:3b:00.0"
+
+
 def test_two_libraries_in_a_process_the_bus_id_decides(host: Host) -> None:
     """The other library's offsets show numbers, too: rank 1 of 3, but no bus id."""
     found = registry(host, OTHER, Library())
