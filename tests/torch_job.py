@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,15 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.stack import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-torch" / "bin" / "python"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 class TorchJob:

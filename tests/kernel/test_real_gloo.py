@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from lanterne.agent.ring import Ring
 from lanterne.probes import catalog
 from lanterne.probes.layout import COMM_EVENT, RECORD, CommFlag, CommKind, Flag, Func
 from lanterne.proto import telemetry_pb2 as pb
+from tests.stack import free_port
 
 pytestmark = [pytest.mark.torch, pytest.mark.kernel, pytest.mark.timeout(240)]
 
@@ -37,12 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("LANTERNE_TORCH_PYTHON", ROOT / ".venv-torch/bin/python"))
 STEPS = 3
 FLOAT = 4
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from lanterne.agent import main as cli
 from lanterne.agent import memory
+from tests.stack import free_port
 
 AGENT = [sys.executable, "-m", "lanterne.agent.main"]
 
@@ -71,12 +71,6 @@ def test_flags_work_before_and_after_the_command() -> None:
     for arguments in (["--node", "a", "run"], ["run", "--node", "a"]):
         parsed = cli.parser().parse_args(arguments)
         assert cli.load_config(parsed).node.name == "a"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_without_probes_and_collector_it_runs_serves_and_stops() -> None:
