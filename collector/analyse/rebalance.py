@@ -1,0 +1,255 @@
+"""Would another expert placement have helped, and would it help next time?
+
+A plan is judged on load it was not made from: for every window but the first, the plan that the
+windows before it gave is scored on that window. What is promised is what these trials gave, and
+where they do not show a gain that is clear of their own spread, the answer is to do nothing.
+
+Time of an expert layer goes with its busiest GPU, so the gain of a placement is the share by which
+the sum over layers of the busiest GPU's load falls.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lanterne.collector.analyse import placement
+from lanterne.collector.analyse.placement import Placement
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+MIN_GAIN = 0.02  # below, moving weights is not worth its risk
+TRIALS = 8  # newest windows that are scored
+MEMORY = 0.7  # weight of a window in the next plan, per window of age
+MIN_TRIALS = 3
+WORST = -0.01  # the next window may not be worse than doing nothing by more
+# Student's t, one-sided 0.5 %, for trials - 1 = 1, 2, ... degrees of freedom: so sure must be that
+# the next window is no worse than WORST, given how the trials scattered.
+T_995 = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to go on. Shares are of the time of the busiest GPU, summed over layers.
+
+    name: "nothing", "placement" (same memory), "hot_set" or "replication".
+    gain: mean over the trials, each on a window after the one planned from; 0 for "nothing".
+    at_least: what the next window may give if it scatters as the trials did; -inf for too few.
+    worst: the least of the trials. trials: how many there were.
+    planned_gain: what the plan promises on the load it was made from: always the rosier figure.
+    added_slots: replicas of a layer beyond what is there now, over all GPUs.
+    moved: expert copies to send, over all layers.
+    """
+
+    name: str
+    gain: float
+    at_least: float
+    worst: float
+    trials: int
+    planned_gain: float
+    added_slots: int
+    moved: int
+    plan: Placement | None
+
+    def cost_bytes(self, expert_bytes: float) -> tuple[float, float]:
+        """(memory added over all GPUs, bytes to send). expert_bytes: weights of one expert of one
+        layer; NaN where not known, and then so are both.
+        """
+        layers = 0 if self.plan is None else len(self.plan.phy2log)
+        return self.added_slots * layers * expert_bytes, self.moved * expert_bytes
+
+
+NOTHING = Option("nothing", 0.0, 0.0, 0.0, 0, 0.0, 0, 0, None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do (`best`, perhaps NOTHING), and what else was weighed, the best first."""
+
+    best: Option
+    options: tuple[Option, ...]
+    reason: str
+
+
+def busiest(where: Placement, load: F64) -> float:
+    """Sum over layers of the busiest GPU's load. load: [layers, experts]."""
+    return float(placement.gpu_load(where, load).max(axis=1).sum())
+
+
+def gain(old: Placement, new: Placement, load: F64) -> float:
+    """Share of the busiest GPUs' time that `new` saves on this load; NaN without load."""
+    before = busiest(old, load)
+    return 1 - busiest(new, load) / before if before > 0 else math.nan
+
+
+def hot_set(
+    load: npt.ArrayLike, *, top: int = 5, share: float = 0.1
+) -> list[npt.NDArray[np.int64]]:
+    """Per layer the hot experts, the hottest first: the `top`, or the top `share` if that is more.
+
+    load: [layers, experts] of the last hour. Experts without load are never hot.
+    """
+    hour = np.asarray(load, dtype=np.float64)
+    wanted = min(hour.shape[1], max(top, math.ceil(share * hour.shape[1])))
+    order = np.argsort(-hour, axis=1, kind="stable")[:, :wanted]
+    return [row[hour[i, row] > 0] for i, row in enumerate(order)]
+
+
+def weigh(
+    history: npt.ArrayLike,
+    current: Placement,
+    *,
+    groups: int = 1,
+    nodes: int = 1,
+    spare_slots: int = 0,
+    min_gain: float = MIN_GAIN,
+) -> Verdict:
+    """Weigh the placements that the load so far suggests.
+
+    history: [windows, layers, experts] assignments, oldest first; a window of zeros was idle.
+    current: the placement in force. spare_slots: replicas of a layer that may be added over all
+    GPUs; 0: only what needs no memory is weighed.
+
+    Raises ValueError where the shapes do not fit.
+    """
+    load = np.asarray(history, dtype=np.float64)
+    if load.ndim != 3 or load.shape[1:] != current.logcnt.shape:
+        raise ValueError(
+            f"history {load.shape} must be [windows, layers, experts] of the current placement, "
+            f"{current.logcnt.shape}"
+        )
+    if not np.isfinite(load).all() or (load < 0).any():
+        raise ValueError("load must be finite and not negative")
+    load = load[load.sum(axis=(1, 2)) > 0]
+    if len(load) <= MIN_TRIALS:
+        return Verdict(NOTHING, (NOTHING,), f"only {len(load)} windows with load so far")
+    options = [
+        _try(name, make, load, current)
+        for name, make in _makers(current, groups, nodes, spare_slots)
+    ]
+    options.sort(key=lambda o: -o.gain)
+    safe = [o for o in options if _safe(o, min_gain)]
+    if not safe:
+        best = options[0]
+        if best.gain < min_gain:
+            why = f"the best plan gained {best.gain:.1%} on the windows after it"
+        else:
+            why = f"a gain of {best.gain:.1%} on average is not steady: {best.worst:.1%} at worst"
+        return Verdict(NOTHING, (*options, NOTHING), why)
+    # Less memory and fewer moves for nearly the same gain are the better bargain.
+    good = [o for o in safe if o.gain >= safe[0].gain - min_gain]
+    chosen = min(good, key=lambda o: (o.added_slots, o.moved))
+    return Verdict(chosen, (*options, NOTHING), f"steady over {chosen.trials} trials")
+
+
+class _Maker:
+    """Makes the plan of one kind from a load."""
+
+    def __init__(self, name: str, current: Placement, slots: int, groups: int, nodes: int) -> None:
+        self._name, self._current = name, current
+        self._slots, self._groups, self._nodes = slots, groups, nodes
+
+    def __call__(self, load: F64) -> Placement:
+        if self._name == "hot_set":
+            return replicate_hot(self._current, load, self._slots)
+        gpus = self._current.gpus
+        return placement.place(load, self._slots, groups=self._groups, nodes=self._nodes, gpus=gpus)
+
+
+def _makers(
+    current: Placement, groups: int, nodes: int, spare_slots: int
+) -> list[tuple[str, _Maker]]:
+    slots, gpus = current.phy2log.shape[1], current.gpus
+    spare = spare_slots // gpus * gpus  # every GPU holds equally many
+    found = [("placement", _Maker("placement", current, slots, groups, nodes))]
+    if spare:
+        found.append(("hot_set", _Maker("hot_set", current, slots + spare, groups, nodes)))
+        found.append(("replication", _Maker("replication", current, slots + spare, groups, nodes)))
+    return found
+
+
+def replicate_hot(current: Placement, load: F64, slots: int) -> Placement:
+    """Leave every expert where it is and fill the added slots with copies of hot ones.
+
+    A copy goes to the GPU that carries least once the copy is there, of those with room and
+    without that expert. Moves nothing but the copies.
+    """
+    layers, old = current.phy2log.shape
+    gpus, per_gpu = current.gpus, slots // current.gpus
+    table = np.full((layers, gpus, per_gpu), -1, np.int64)
+    table[:, :, : old // gpus] = current.phy2log.reshape(layers, gpus, -1)
+    for layer in range(layers):
+        _fill(table[layer], current.logcnt[layer].copy(), load[layer], old // gpus)
+    return placement.from_slots(table.reshape(layers, slots), current.logcnt.shape[1], gpus)
+
+
+def _fill(table: I64, count: I64, load: F64, used: int) -> None:
+    """Fill the free slots of one layer's [gpus, slots] table in place."""
+    gpus, per_gpu = table.shape
+    filled = np.full(gpus, used)
+    resident = np.zeros((gpus, len(load)), bool)
+    resident[np.arange(gpus)[:, None], table[:, :used]] = True
+    for _ in range(gpus * (per_gpu - used)):
+        room = filled < per_gpu
+        # Hottest per replica first, of those that some GPU with room lacks.
+        per_replica = np.where((~resident[room]).any(axis=0), load / count, -1.0)
+        expert = int(per_replica.argmax())
+        share = load / (count + (np.arange(len(load)) == expert))
+        total = (resident * share).sum(axis=1)
+        takes = room & ~resident[:, expert]
+        if not takes.any():  # every GPU with room has every expert: a second copy does no harm
+            takes = room
+        gpu = int(np.where(takes, total, np.inf).argmin())
+        table[gpu, filled[gpu]] = expert
+        filled[gpu] += 1
+        resident[gpu, expert] = True
+        count[expert] += 1
+
+
+def _plan_load(load: F64) -> F64:
+    """Windows before a plan -> the load it is made for: the newer the weightier."""
+    age = np.arange(len(load))[::-1]
+    # Each window counts by its shape, not by how busy it was: a burst must not own the plan.
+    shape = load / load.sum(axis=(1, 2), keepdims=True)
+    planned: F64 = np.tensordot(MEMORY**age, shape, axes=1)
+    return planned
+
+
+def _try(name: str, make: _Maker, load: F64, current: Placement) -> Option:
+    gains = _trials(make, load, current)
+    plan = make(_plan_load(load))
+    return Option(
+        name=name,
+        gain=float(gains.mean()),
+        at_least=_lower_bound(gains),
+        worst=float(gains.min()),
+        trials=len(gains),
+        planned_gain=gain(current, plan, load[-1]),
+        added_slots=plan.phy2log.shape[1] - current.phy2log.shape[1],
+        moved=placement.moved(current, plan),
+        plan=plan,
+    )
+
+
+def _trials(make: _Maker, load: F64, current: Placement) -> F64:
+    """Gain on each of the newest windows of the plan that the windows before it gave."""
+    first = max(1, len(load) - TRIALS)
+    return np.array(
+        [gain(current, make(_plan_load(load[:t])), load[t]) for t in range(first, len(load))]
+    )
+
+
+def _lower_bound(gains: F64) -> float:
+    """Bound of a prediction interval: of one more trial, not of the mean of many."""
+    n = len(gains)
+    if n < MIN_TRIALS:
+        return -math.inf
+    return float(gains.mean() - T_995[n - 2] * gains.std(ddof=1) * math.sqrt(1 + 1 / n))
+
+
+def _safe(option: Option, min_gain: float) -> bool:
+    return option.gain >= min_gain and option.at_least >= WORST
