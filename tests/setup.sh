@@ -3,6 +3,7 @@
 #
 #   setup.sh         what is missing from apt, then .venv with lanterne[dev]
 #   setup.sh torch   .venv-torch with PyTorch (the jobs of make test-torch and make demo-torch)
+#   setup.sh helm    .venv-helm with Helm's engine and Kubernetes' schemas (make test-helm)
 #   setup.sh vm      qemu and what builds its images (make test-kernel-vm)
 #   setup.sh nccl    build/nccl/VERSION/libnccl.so.2 of the oldest tested and the newest wheel,
 #                    and the wheels of expert-parallel libraries in build/wheels
@@ -13,6 +14,7 @@ set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 ROOT=$(pwd -P)
 TORCH_REQUIREMENTS=("torch==2.13.0" "numpy")
+HELM_REQUIREMENTS=("helm-python-sdk>=0.2.2,<0.3" "kubernetes-validate>=1.37" "pytest>=8.2" "pytest-timeout>=2.3")
 NCCL_PACKAGE=nvidia-nccl-cu12
 NCCL_OLDEST=2.21.5
 # With NCCL_ALL=1: every release whose layout is known (4 GB of downloads).
@@ -184,6 +186,17 @@ setup_torch() {
   say "PyTorch is ready"
 }
 
+# Apart from .venv: Helm's engine and the schemas unpack to 350 MB.
+setup_helm() {
+  local stamp
+  stamp=$(stamp_of "${HELM_REQUIREMENTS[@]}" </dev/null)
+  is_fresh .venv-helm "$stamp" && return
+  lock
+  is_fresh .venv-helm "$stamp" && return
+  make_venv .venv-helm "$stamp" "${HELM_REQUIREMENTS[@]}"
+  say "Helm's engine is ready"
+}
+
 # The newest version that the index has, asked at most once a day; else the newest kept one.
 newest_nccl() {
   local known=build/nccl/newest
@@ -237,6 +250,8 @@ setup_nccl() {
   fetch_nccl "$newest"
   if [ -n "${NCCL_ALL:-}" ]; then
     local version
+    fetch_wheel nixl-cu12 1.5.1 69
+    fetch_wheel mooncake-transfer-engine 0.3.13.post1 98
     for version in "${NCCL_KNOWN[@]}"; do fetch_nccl "$version"; done
   fi
 }
@@ -263,6 +278,7 @@ case ${1:-base} in
   base) setup_base ;;
   torch) setup_torch ;;
   nccl) setup_nccl ;;
+  helm) setup_helm ;;
   vm) setup_vm ;;
-  *) die "unknown part '$1': base, torch, nccl or vm" ;;
+  *) die "unknown part '$1': base, torch, nccl, helm or vm" ;;
 esac

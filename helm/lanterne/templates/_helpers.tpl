@@ -1,19 +1,22 @@
 {{- define "lanterne.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 53 | trimSuffix "-" }}
+{{- default .Chart.Name .Values.nameOverride | trunc 45 | trimSuffix "-" }}
 {{- end }}
 
-{{/* A release that is called like the chart does not repeat it. 53: room for "-collector" in 63. */}}
+{{/* A release that is called like the chart does not repeat it. 45: room for "-collector-ingest" in 63. */}}
 {{- define "lanterne.fullname" -}}
 {{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 53 | trimSuffix "-" }}
+{{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" }}
 {{- else if contains (include "lanterne.name" .) .Release.Name }}
-{{- .Release.Name | trunc 53 | trimSuffix "-" }}
+{{- .Release.Name | trunc 45 | trimSuffix "-" }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name (include "lanterne.name" .) | trunc 53 | trimSuffix "-" }}
+{{- printf "%s-%s" .Release.Name (include "lanterne.name" .) | trunc 45 | trimSuffix "-" }}
 {{- end }}
 {{- end }}
 
-{{- define "lanterne.agent" -}}{{ include "lanterne.fullname" . | trunc 57 }}-agent{{- end }}
+{{/* `helm template` does not ask a cluster: kubeVersion says what to render for. */}}
+{{- define "lanterne.kubeVersion" -}}{{ .Values.kubeVersion | default .Capabilities.KubeVersion.Version }}{{- end }}
+
+{{- define "lanterne.agent" -}}{{ include "lanterne.fullname" . }}-agent{{- end }}
 {{- define "lanterne.collector" -}}{{ include "lanterne.fullname" . }}-collector{{- end }}
 
 {{/* Labels that select; call with (dict "root" . "part" "agent"). */}}
