@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from . import elf, library
-from .discover import Discovery, Key, Mapped, ProcessInfo, ways_to_open
+from .discover import LOOK_INTO, Discovery, Key, Mapped, ProcessInfo, ways_to_open
 from .errors import AttachError, ElfError
 from .inodes import Real, real_file, same_file
 from .kernel import Programs
@@ -52,13 +52,14 @@ class Attacher:
         proc: Path = Path("/proc"),
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        look_into: Sequence[str] = LOOK_INTO,
         closer: Closer | None = None,
     ) -> None:
         self._programs = programs
         self._proc = proc
         self._closer = closer or Closer()
         self._linked = Linked(proc)
-        self._discovery = Discovery(proc, include, exclude, self._linked.holds)
+        self._discovery = Discovery(proc, include, exclude, self._linked.holds, look_into=look_into)
         self._libraries: dict[Key, AttachedLibrary] = {}
         self._links: dict[Key, Links] = {}
         self._real: dict[Key, Real] = {}

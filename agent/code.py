@@ -16,11 +16,13 @@ _MIN_FIELD = 0x1000  # ncclComm's identity lies behind larger members in every r
 @dataclass(frozen=True)
 class Place:
     """Where to probe a function: bytes past its entry, whether the kernel need not single-step
-    there (None: unknown), and the instruction in words."""
+    there (None: unknown), and the instruction in words. ``refused``: the kernel takes no probe at
+    its entry, and behind it arguments may be others."""
 
     skip: int
     cheap: bool | None
     instruction: str
+    refused: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -113,16 +115,56 @@ _SIMULATED_ON_ARM = (
 )
 
 
-def _entry_on_arm(code: bytes, address: int) -> Place:
-    """Always the entry: behind paciasp a return probe would meet a signed return address."""
+def _site_on_arm(code: bytes, address: int) -> Place:
+    """The entry: behind paciasp a return probe would meet a signed return address. Only loads of a
+    literal into what is no argument are passed over; other literals cannot be probed."""
+    words = [int.from_bytes(code[at : at + 4], "little") for at in range(0, len(code) & ~3, 4)]
+    at = 0
+    while at < min(len(words), _MAX_STEPS) and _loads_literal(words[at]):
+        if not _spares_arguments(words[at]):
+            return Place(0, None, _arm_text(code, address, 0), refused=True)
+        at += 1
+    if at == len(words):
+        return Place(0, None, "")
+    if at and (_loads_literal(words[at]) or _arm_targets(words) & set(range(1, at + 1))):
+        return Place(0, None, _arm_text(code, address, 0), refused=True)
+    simulated = any(words[at] & mask == value for mask, value in _SIMULATED_ON_ARM)
+    text = _arm_text(code, address, 4 * at)
+    return Place(4 * at, simulated if text else None, text)
+
+
+def _loads_literal(word: int) -> bool:
+    return word & 0x3B000000 == 0x18000000
+
+
+def _spares_arguments(word: int) -> bool:
+    """Of a load of a literal: it writes none of x0 to x8 and no return address. Floating-point
+    registers hold no argument that is read; 0xD8 at the top is a prefetch."""
+    target = word & 31
+    return bool(word & 1 << 26) or word >> 24 == 0xD8 or 9 <= target <= 29
+
+
+def _arm_targets(words: list[int]) -> set[int]:
+    """Instructions, by number, that jumps among them go to."""
+    found = set()
+    for number, word in enumerate(words):
+        for mask, value, bits, shift in (
+            (0x7C000000, 0x14000000, 26, 0),
+            (0x7E000000, 0x34000000, 19, 5),
+            (0x7E000000, 0x36000000, 14, 5),
+            (0xFF000010, 0x54000000, 19, 5),
+        ):
+            if word & mask == value:
+                distance = word >> shift & (1 << bits) - 1
+                found.add(number + distance - (distance >> bits - 1 << bits))
+    return found
+
+
+def _arm_text(code: bytes, address: int, at: int) -> str:
     import capstone
 
     engine = capstone.Cs(capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM)
-    word = int.from_bytes(code, "little")
-    for instruction in engine.disasm(code, address):
-        simulated = any(word & mask == value for mask, value in _SIMULATED_ON_ARM)
-        return Place(0, simulated, _text(instruction))
-    return Place(0, None, "")
+    return next(map(_text, engine.disasm(code[at : at + 4], address + at)), "")
 
 
 def choose_site(code: bytes, address: int, *, machine: str | None = None) -> Place:
@@ -130,7 +172,7 @@ def choose_site(code: bytes, address: int, *, machine: str | None = None) -> Pla
     still are as at the entry. ``code``: the function's first bytes."""
     machine = machine or platform.machine()
     if machine == "aarch64":
-        return _entry_on_arm(code[:4], address)
+        return _site_on_arm(code, address)
     if machine != "x86_64":
         return Place(0, None, "")
     first: Any = None
@@ -200,3 +242,23 @@ def gloo_rank_offset(code: bytes, address: int) -> int | None:
         if behind is not None and target.mem.disp - behind in (0, 8):
             return int(target.mem.disp - behind)
     return None
+
+
+def backend_offsets(code: bytes, address: int) -> tuple[int, int] | None:
+    """Where the constructor c10d::Backend(this, int rank, int size) puts rank and size, by its two
+    stores before it calls anything."""
+    found: dict[str, set[int]] = {"esi": set(), "edx": set()}
+    for instruction in _instructions(code, address):
+        if instruction.mnemonic == "call":
+            break
+        if instruction.mnemonic != "mov" or len(instruction.operands) != 2:
+            continue
+        target, source = instruction.operands
+        if target.type == 3 and source.type == 1 and not target.mem.index:
+            register = instruction.reg_name(source.reg)
+            if register in found and instruction.reg_name(target.mem.base) == "rdi":
+                found[register].add(int(target.mem.disp))
+    rank, size = found["esi"], found["edx"]
+    if len(rank) != 1 or len(size) != 1 or rank == size:
+        return None
+    return rank.pop(), size.pop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from lanterne.agent.identity import (
     GLOO,
     MAX_ATTEMPTS,
     NCCL,
+    RAS_AFTER,
     Communicator,
     LibraryFacts,
     ProcessFacts,
@@ -35,6 +37,24 @@ from lanterne.agent.structure import MAX_RANKS
 from lanterne.probes.layout import CommFlag, CommKind
 
 QUARANTINE_ROUNDS = 8  # windows; more than windows' patience
+
+
+class RasAnswer(Protocol):
+    """Of agent.ras."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def members(self) -> Sequence[identity.Told]: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class RasService(Protocol):
+    """agent.ras.Ras; both return at once."""
+
+    def answer(self, pid: int) -> RasAnswer | None: ...
+    def forget(self, pids: Iterable[int]) -> None: ...
 
 
 class Registry:
@@ -51,6 +71,7 @@ class Registry:
         gloo_probes: Iterable[int] = (),
         boot_id: str = "",
         plugins_since: Callable[[], int] = lambda: 0,
+        ras: RasService | None = None,
     ):
         # A quarter more rows than communicators: those in quarantine need a place, too.
         self.rows = min(limit + limit // 4 + 64, NO_SLOT)
@@ -63,7 +84,9 @@ class Registry:
         self._boot_id = boot_id
         # Since when every profiler plugin is listened to, CLOCK_MONOTONIC ns; 0: none is.
         self._plugins_since = plugins_since
+        self._ras = ras
         self._comms: dict[int, Communicator] = {}  # by slot, ended ones included
+        self._held: dict[int, bool] = {}  # see `holders`
         self._by_key: dict[tuple[int, int], Communicator] = {}
         self._facts: dict[int, ProcessFacts] = {}
         self._free = list(range(self.rows))  # a heap: low numbers first keeps arrays short
@@ -191,6 +214,7 @@ class Registry:
             return
         self._lookup.end(comm.slot, tgid, pointer, time_ns)
         comm.ended_round = self._round
+        _hold(self._held, comm)
         comm.parent = None
         self._unresolved.pop(comm.slot, None)
         self._quarantine.append(comm)
@@ -210,6 +234,8 @@ class Registry:
         for pid in gone:
             self._facts.pop(pid, None)
         self._creations.forget(gone)
+        if self._ras is not None:
+            self._ras.forget(gone)
 
     def verify_processes(self, now_ns: int) -> None:
         """Drop what belongs to a pid that is gone or somebody else's by now."""
@@ -248,6 +274,12 @@ class Registry:
         self.without_slot += int(np.count_nonzero(slots == NO_SLOT))
         return slots
 
+    def find(self, records: Records) -> U16:
+        """Slot of each record; NO_SLOT where its communicator has none."""
+        if not len(records):
+            return np.empty(0, np.uint16)
+        return self._lookup.find(records)[0]
+
     def _meet(self, records: Records, slots: U16, rows: I64) -> None:
         """Communicators seen for the first time through an operation."""
         pairs = records[rows][["tgid", "comm"]]
@@ -279,6 +311,24 @@ class Registry:
         slots = slots[number.reshape(-1)]
         self._lookup.used(slots, int(records["enqueue_ns"].max()))
         return slots, trusted[number.reshape(-1)]
+
+    def assign_backends(self, records: Records) -> U16:
+        """Slot of the communicator that a process group of PyTorch uses, of records of func Splits:
+        the only one of Gloo in its process with its rank and size; NO_SLOT where there are more."""
+        names = ("tgid", "peer", "seq")
+        who = np.stack([records[name].astype(np.int64) for name in names], axis=1)
+        different, number = np.unique(who, axis=0, return_inverse=True)
+        slots = np.full(len(different), NO_SLOT, np.uint16)
+        for i, (tgid, rank, size) in enumerate(different.tolist()):
+            fitting = [
+                comm.slot
+                for (pid, _), comm in self._by_key.items()
+                if (pid, comm.library, comm.rank, comm.n_ranks) == (tgid, GLOO, rank, size)
+            ]
+            if len(fitting) == 1:
+                slots[i] = fitting[0]
+        found: U16 = slots[number.reshape(-1)]
+        return found
 
     def _replays_numbered(self, comm: Communicator) -> bool:
         if comm.replays_numbered is None:
@@ -356,6 +406,8 @@ class Registry:
         else:
             identity.derive(comm, self._version(comm.tgid))
             identity.from_structure(comm, self._processes, self._libraries(comm.tgid))
+            if not comm.resolved and comm.attempts >= RAS_AFTER:
+                self._ask_ras(comm)
         comm.attempts += 1
         # NCCL's bus id is in the structure, and its offsets are known only when a scan has met the
         # process: seconds after its first call, where another process had the library attached.
@@ -374,6 +426,16 @@ class Registry:
             if self._told.get((comm.tgid, comm.comm_hash, comm.rank), slot) != slot:
                 del self._told[comm.tgid, comm.comm_hash, comm.rank]
                 self._end(comm.tgid, _plugin_pointer(comm.comm_hash, comm.rank), now_ns)
+
+    def _ask_ras(self, comm: Communicator) -> None:
+        answer = self._ras.answer(comm.tgid) if self._ras is not None else None
+        if answer is None:
+            return
+        if answer.reason:
+            comm.reason = f"{comm.reason}; {answer.reason}"
+        elif answer.number != comm.ras_answer:  # the search is for new answers only
+            comm.ras_answer = answer.number
+            identity.from_ras(comm, self._processes, answer.members)
 
     def _process(self, tgid: int) -> ProcessFacts:
         facts = self._facts.get(tgid)
@@ -394,6 +456,7 @@ class Registry:
             "cuda",
             "deepep",
             "nccl_ep",
+            "parcagpu",
             "profiler",
         }
         return GLOO if kinds == {"gloo"} else NCCL
@@ -432,8 +495,21 @@ class Registry:
         """Identified and not ended, by slot."""
         return sorted((c for c in self._by_key.values() if c.resolved), key=lambda c: c.slot)
 
+    def holders(self) -> dict[int, bool]:
+        """Processes that hold a communicator on GPUs, or did since this was last asked -> whether
+        one is older than the agent."""
+        found, self._held = self._held, {}
+        for comm in self._by_key.values():
+            _hold(found, comm)
+        return found
+
     def pids(self) -> set[int]:
         return {tgid for tgid, _ in self._by_key}
+
+
+def _hold(held: dict[int, bool], comm: Communicator) -> None:
+    if comm.library != GLOO:
+        held[comm.tgid] = held.get(comm.tgid, False) or not comm.complete
 
 
 def _plugin_pointer(comm_hash: int, rank: int) -> int:

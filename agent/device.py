@@ -4,13 +4,7 @@ The calls that the probes see keep counting calls, bytes, traffic and roles. Whe
 tells when the GPU ran them, what the collector gets to align are the same rows, with number, role
 and size of the call, and with the GPU's start and duration, on evidence `device`.
 
-*Which call.* `enqueue_ns` lies inside the call that launched the operation, so the call is the last
-one of its kind (a function, or sends and receives) on the communicator that began before it. That
-is certain once a later call of the kind is known, or once so much time is over that every record
-has been read. Collectives of one group are launched together at its end: they are told apart
-counting back from the last one by NCCL's own numbers. A call is taken once; where the bytes of a
-group of sends and receives are known on both sides they must agree. What has no call is counted in
-`unmatched` and sent nowhere: a join is never guessed.
+Which call stands for an operation is found in `device_calls`.
 
 *Replays of a CUDA graph* have no call. They are numbered behind the last matched operation of the
 lane (0 collectives, 1 sends and receives) that ran before them on the GPU: sends and receives by
@@ -31,6 +25,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lanterne.agent.device_calls import KIND, KINDS, MAX_ROWS, P2P, ROW, Calls
 from lanterne.agent.events import (
     CAPTURED,
     DEVICE,
@@ -49,29 +44,12 @@ from lanterne.agent.events import (
 from lanterne.probes.layout import Func
 from lanterne.probes.nccl_profiler.usdt import OpFlag
 
-MAX_ROWS = 1 << 17  # of operations, and of calls, that wait for each other
 ACTIVE_ROUNDS = 5  # windows without an operation until a communicator counts as not told of
-KEPT_ROUNDS = 60  # windows that a call waits for the GPU
 REPLAYS_FROM = 1 << 23  # above the numbers of the calls that were captured
 SETTLE_NS = 50_000_000  # after its stop, the parts of an operation are all there
 READ_NS = 700_000_000  # a record older than that before a window has been read in the one before
-_KINDS = 32
-_P2P = 16  # the kind of sends and receives; below it: the function
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
-_KIND = np.full(256, _KINDS - 1, np.int64)
-_KIND[:16] = np.arange(16)
-_KIND[[Func.SEND_RECV, Func.SEND, Func.RECV, Func.P2P_GROUP]] = _P2P
-# NCCL makes these of sends and receives; the plugin sees only those.
-_KIND_OF_CALL = _KIND.copy()
-_KIND_OF_CALL[[Func.ALL_TO_ALL, Func.ALL_TO_ALL_V, Func.SCATTER, Func.GATHER]] = _P2P
-
-_ROW = np.dtype(
-    [("key", "<i8"), ("seq", "<i8"), ("start", "<i8"), ("stop", "<i8"), ("enqueue", "<i8"),
-     ("bytes", "<i8"), ("received", "<i8"), ("tasks", "<i8"), ("peer", "<i4"), ("func", "u1"),
-     ("flags", "u1"), ("part", "<u2"), ("number", "<i8"), ("before", "<i8", (2,)),
-     ("since", "<i8")]
-)  # fmt: skip
 _TIMELINE = np.dtype([("lane", "<i8"), ("start", "<i8"), ("seq", "<i8")])
 
 
@@ -81,38 +59,47 @@ class Device:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._round = 0
-        self._new = np.empty(0, _ROW)  # perhaps not all parts yet
-        self._eager = np.empty(0, _ROW)
-        self._replays = np.empty(0, _ROW)
-        self._calls = empty_operations()
-        self._roles = np.empty(0, np.uint8)
-        self._call_round = np.empty(0, np.int64)
-        self._taken = np.empty(0, np.bool_)
+        self._new = np.empty(0, ROW)  # perhaps not all parts yet
+        self._calls = Calls()
+        self._replays = np.empty(0, ROW)
         self._timeline = np.empty(0, _TIMELINE)
         self._active = np.full(slots, -ACTIVE_ROUNDS, np.int64)
         self._replaying = np.zeros(slots, np.bool_)
         self._replayed = np.zeros((slots, 2), np.int64)  # replays so far, by lane
         self._last_number = np.full((slots, 2), -1, np.int64)  # of the calls that were matched
-        self._last_seq = np.zeros(slots * _KINDS, np.int64)
-        self._last_replayed = np.zeros(slots * _KINDS, np.bool_)
+        self._last_seq = np.zeros(slots * KINDS, np.int64)
+        self._last_replayed = np.zeros(slots * KINDS, np.bool_)
         self.operations = 0  # told by plugins
-        self.unmatched = 0
+        self._unusable = 0
         self.unplaced = 0
+
+    @property
+    def unmatched(self) -> int:
+        """Operations that were left out because their call is not known."""
+        return self._unusable + self._calls.unmatched
+
+    def leave_out(self, count: int) -> None:
+        """Operations of communicators that are not known."""
+        self._unusable += count
+
+    def tells(self) -> Bool:
+        """Per slot: a plugin has told of it in the last windows."""
+        active: Bool = self._round - self._active < ACTIVE_ROUNDS
+        return active
 
     def forget(self, slots: U16) -> None:
         """Before slots are used for other communicators."""
-        for name in ("_new", "_eager", "_replays"):
+        self._calls.forget(slots)
+        for name in ("_new", "_replays"):
             rows = getattr(self, name)
             if len(rows):
-                setattr(self, name, rows[~np.isin(rows["key"] // _KINDS, slots)])
-        if len(self._calls):
-            self._keep_calls(~np.isin(self._calls.slot, slots))
+                setattr(self, name, rows[~np.isin(rows["key"] // KINDS, slots)])
         self._timeline = self._timeline[~np.isin(self._timeline["lane"] // 2, slots)]
         self._active[slots] = -ACTIVE_ROUNDS
         self._replaying[slots] = False
         self._replayed[slots] = 0
         self._last_number[slots] = -1
-        keys = (slots.astype(np.int64)[:, None] * _KINDS + np.arange(_KINDS)).ravel()
+        keys = (slots.astype(np.int64)[:, None] * KINDS + np.arange(KINDS)).ravel()
         self._last_seq[keys] = 0
         self._last_replayed[keys] = False
 
@@ -122,12 +109,12 @@ class Device:
         sane = (records["start_ns"] > 0) & (records["start_ns"] < 1 << 62)
         sane &= (records["stop_ns"] == 0) | (records["stop_ns"] >= records["start_ns"])
         replayed = (records["flags"] & np.uint8(OpFlag.GRAPH)) != 0
-        self.unmatched += int((~sane).sum())
+        self._unusable += int((~sane).sum())
         self.unplaced += int((sane & replayed & ~trusted).sum())
         sane &= ~replayed | trusted
         records, slots = records[sane], slots[sane]
-        rows = np.zeros(len(records), _ROW)
-        rows["key"] = slots.astype(np.int64) * _KINDS + _KIND[records["func"]]
+        rows = np.zeros(len(records), ROW)
+        rows["key"] = slots.astype(np.int64) * KINDS + KIND[records["func"]]
         for name in ("seq", "bytes", "tasks", "peer", "func", "flags", "part"):
             rows[name] = records[name]
         for name in ("start", "stop", "enqueue"):
@@ -135,7 +122,7 @@ class Device:
         rows["received"] = records["bytes_received"]
         self._active[slots] = self._round
         joined = np.concatenate([self._new, rows])
-        self.unmatched += max(0, len(joined) - MAX_ROWS)
+        self._unusable += max(0, len(joined) - MAX_ROWS)
         self._new = joined[-MAX_ROWS:]
 
     # -- replays ----------------------------------------------------------------------------
@@ -146,16 +133,17 @@ class Device:
         if len(rows):
             self._count_replays(rows)
             replayed = _replayed(rows)
-            self._replaying[rows["key"][replayed] // _KINDS] = True
-            self._eager = np.concatenate([self._eager, rows[~replayed]])
+            self._replaying[rows["key"][replayed] // KINDS] = True
+            self._calls.expect(rows[~replayed])
             self._replays = np.concatenate([self._replays, rows[replayed]])
         rows = self._replays
         if not len(rows):
             return empty_operations()
         # An operation that ran before it and is not matched yet may still move its number.
         first = np.full(self._slots, np.iinfo(np.int64).max)
-        np.minimum.at(first, self._eager["key"] // _KINDS, self._eager["start"])
-        ready = rows["start"] < first[rows["key"] // _KINDS]
+        eager = self._calls.eager
+        np.minimum.at(first, eager["key"] // KINDS, eager["start"])
+        ready = rows["start"] < first[rows["key"] // KINDS]
         waits = rows[~ready]
         self.unplaced += max(0, len(waits) - MAX_ROWS)
         self._replays = waits[-MAX_ROWS:]
@@ -172,7 +160,7 @@ class Device:
         if final:
             open_[:] = False
         # Nothing overtakes: what began after one that is open waits with it.
-        slot = rows["key"] // _KINDS
+        slot = rows["key"] // KINDS
         first = np.full(self._slots, np.iinfo(np.int64).max)
         for _ in range(2):  # again for the parts of what now waits
             np.minimum.at(first, slot[open_], rows["start"][open_])
@@ -197,13 +185,13 @@ class Device:
                 merged[name] = np.add.reduceat(rows[name], starts)
             merged["enqueue"] = np.minimum.reduceat(rows["enqueue"], starts)
         merged["since"] = self._round
-        ordered: np.ndarray = merged[np.lexsort((merged["start"], merged["key"] // _KINDS))]
+        ordered: np.ndarray = merged[np.lexsort((merged["start"], merged["key"] // KINDS))]
         return ordered
 
     def _count_replays(self, rows: np.ndarray) -> None:
         """Of each operation: how many replays of each lane ran before it; the number of a replay
         among those of its lane. `rows` by slot and start."""
-        replayed, p2p = _replayed(rows), rows["key"] % _KINDS == _P2P
+        replayed, p2p = _replayed(rows), rows["key"] % KINDS == P2P
         step = np.zeros(len(rows), np.int64)
         order = np.lexsort((rows["seq"], rows["key"]))
         key, seq, again = rows["key"][order], rows["seq"][order], replayed[order]
@@ -213,7 +201,7 @@ class Device:
         # Between two replays of a function NCCL numbers only replays: a gap is what was lost.
         step[order] = np.where(again, np.where(was_again, np.maximum(seq - before, 1), 1), 0)
         self._last_seq[key], self._last_replayed[key] = seq, again
-        slot = rows["key"] // _KINDS
+        slot = rows["key"] // KINDS
         starts = np.flatnonzero(np.r_[True, slot[1:] != slot[:-1]])
         lengths = np.diff(starts, append=len(rows))
         ran = np.cumsum(np.where(p2p, 0, step))
@@ -232,8 +220,8 @@ class Device:
         n = len(rows)
         if not n:
             return empty_operations()
-        slot = rows["key"] // _KINDS
-        p2p = rows["key"] % _KINDS == _P2P
+        slot = rows["key"] // KINDS
+        p2p = rows["key"] % KINDS == P2P
         seq = self._number_before(slot, p2p.astype(np.int64), rows["start"]) + 1 + rows["number"]
         timed = rows["stop"] > 0
         sent, received = rows["bytes"].astype(np.uint64), rows["received"].astype(np.uint64)
@@ -293,10 +281,10 @@ class Device:
             # Only those that run: a failed call moves nothing, a captured one runs in replays.
             runs = calls & ~operations.error & ((operations.flags & CAPTURED) == 0)
             runs &= operations.duration_ns == 0
-            self._add_calls(operations.take(runs), role[runs])
+            self._calls.add(operations.take(runs), role[runs], self._round)
             rest = ~calls | operations.error
             operations, role = operations.take(rest), role[rest]
-        timed, timed_role = self._match(settled)
+        timed, timed_role = self._timed(*self._calls.match(settled))
         self._tidy(start_ns)
         if not len(timed):
             return operations, role, timed, timed_role
@@ -307,80 +295,7 @@ class Device:
             timed_role,
         )
 
-    def _add_calls(self, calls: Operations, role: U8) -> None:
-        joined = concatenate([self._calls, calls])
-        key = _key(joined)
-        order = np.lexsort((joined.arrival_ns, key))
-        self._calls = joined.take(order)
-        self._roles = np.concatenate([self._roles, role])[order]
-        new = np.full(len(role), self._round)
-        self._call_round = np.concatenate([self._call_round, new])[order]
-        self._taken = np.concatenate([self._taken, np.zeros(len(role), np.bool_)])[order]
-
-    def _match(self, settled: int) -> tuple[Operations, U8]:
-        rows, calls = self._eager, self._calls
-        nothing = empty_operations(), np.empty(0, np.uint8)
-        if not len(rows):
-            return nothing
-        if not len(calls):
-            self._give_up(rows, rows["enqueue"] < settled)
-            return nothing
-        rows = rows[np.lexsort((rows["seq"], rows["key"]))]
-        key, enter = _key(calls), calls.arrival_ns.astype(np.int64)
-        base = int(min(enter.min(), rows["enqueue"].min()))
-        width = int(max(enter.max(), rows["enqueue"].max())) - base + 2
-        at = np.searchsorted(
-            key * width + (enter - base), rows["key"] * width + (rows["enqueue"] - base), "right"
-        )
-        later = np.minimum(at, len(calls) - 1)
-        has_later = (at < len(calls)) & (key[later] == rows["key"])
-        at -= 1
-        known = (at >= 0) & (key[np.maximum(at, 0)] == rows["key"])
-        at = np.maximum(at, 0)
-        together = known & (rows["key"] % _KINDS != _P2P) & ((calls.flags[at] & GROUPED) != 0)
-        old = rows["enqueue"] < settled
-        ready = known & (old | (has_later & ~together))
-        at = self._back_from_last(rows, at, together & ready)
-        fits = ready & (at >= 0) & self._fits(rows, np.maximum(at, 0))
-        chosen = np.flatnonzero(fits)
-        # By number: the earlier of two for one call has it.
-        _, first = np.unique(at[chosen], return_index=True)
-        chosen = chosen[np.sort(first)]
-        used = np.zeros(len(rows), np.bool_)
-        used[chosen] = True
-        self._give_up(rows, ~used & (ready | old), used)
-        return self._timed(rows[chosen], at[chosen])
-
-    def _back_from_last(self, rows: np.ndarray, at: I64, together: Bool) -> I64:
-        """Several of one launch: the last by number is the last call, the others come before."""
-        if not together.any():
-            return at
-        end = np.r_[(at[1:] != at[:-1]) | (rows["key"][1:] != rows["key"][:-1]), True]
-        ends = np.flatnonzero(end)
-        last = rows["seq"][np.repeat(ends, np.diff(ends, prepend=-1))]
-        back: I64 = np.where(together, at - (last - rows["seq"]), at)
-        key = _key(self._calls)
-        back[together & (key[np.maximum(back, 0)] != rows["key"])] = -1
-        return back
-
-    def _fits(self, rows: np.ndarray, at: I64) -> Bool:
-        calls = self._calls
-        free = ~self._taken[at] & (calls.arrival_ns[at].astype(np.int64) <= rows["enqueue"])
-        sized = (rows["key"] % _KINDS == _P2P) & (calls.lane[at] == 1)
-        sized &= (rows["flags"] & np.uint8(OpFlag.NO_SIZE)) == 0
-        fits: Bool = free & (~sized | (calls.bytes[at].astype(np.int64) == rows["bytes"]))
-        return fits
-
-    def _give_up(self, rows: np.ndarray, lost: Bool, used: Bool | None = None) -> None:
-        self.unmatched += int(lost.sum())
-        keep = ~lost if used is None else ~(lost | used)
-        kept = rows[keep]
-        self.unmatched += max(0, len(kept) - MAX_ROWS)
-        self._eager = kept[-MAX_ROWS:]
-
-    def _timed(self, rows: np.ndarray, at: I64) -> tuple[Operations, U8]:
-        self._taken[at] = True
-        calls, role = self._calls.take(at), self._roles[at]
+    def _timed(self, rows: np.ndarray, calls: Operations, role: U8) -> tuple[Operations, U8]:
         slot, lane = calls.slot.astype(np.int64), calls.lane.astype(np.int64)
         seq = calls.seq.astype(np.int64)
         in_graphs = self._replaying[slot]
@@ -403,25 +318,12 @@ class Device:
         ), role
 
     def _tidy(self, start_ns: int) -> None:
-        age = self._round - self._call_round
-        keep = (age < KEPT_ROUNDS) & ~(self._taken & (age > 4))
-        keep[: max(0, len(keep) - 2 * MAX_ROWS)] = False
-        if not keep.all():
-            self._keep_calls(keep)
+        self._calls.tidy(self._round)
         old = self._timeline["start"] < start_ns - 30 * 10**9
         if old.any():
             gone, self._timeline = self._timeline[old], self._timeline[~old]
             slot, lane = np.divmod(gone["lane"], 2)
             np.maximum.at(self._last_number, (slot, lane), gone["seq"])
-
-    def _keep_calls(self, keep: Bool) -> None:
-        self._calls, self._roles = self._calls.take(keep), self._roles[keep]
-        self._call_round, self._taken = self._call_round[keep], self._taken[keep]
-
-
-def _key(calls: Operations) -> I64:
-    kind = np.where(calls.lane == 1, _P2P, _KIND_OF_CALL[calls.op])
-    return calls.slot.astype(np.int64) * _KINDS + kind
 
 
 def _replayed(rows: np.ndarray) -> Bool:

@@ -16,7 +16,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import lru_cache
 from pathlib import Path
 
 MAX_MAPS_BYTES = 8 << 20
@@ -31,17 +32,20 @@ _CANDIDATES = (
     ("nccl", re.compile(r"lib(nccl|rccl)[-.\w]*\.so[.\d]*$")),
     ("gloo", re.compile(r"libtorch_cpu\.so$")),
     ("cuda", re.compile(r"libcuda\.so[.\d]*$")),
-    ("deepep", re.compile(r"deep_ep_cpp[-.\w]*\.so$")),
+    ("parcagpu", re.compile(r"libparcagpu[-.\w]*\.so[.\d]*$")),
+    # NIXL EP and Mooncake EP are launched as DeepEP is.
+    ("deepep", re.compile(r"(deep_ep_cpp|nixl_ep_cpp)[-.\w]*\.so$|libmooncake_ep_device\.so$")),
 )
 # A name that many packages have: the folder decides.
 _DEEPEP = re.compile(r"(?:.*/)?deep_ep/_C[-.\w]*\.so")
 _NOT_NCCL = re.compile(r"lib(nccl|rccl)[-_](net|profiler|tuner|env|ep|gin)")
 # Around the names that `kind_of` decides on: whole maps are searched before lines are cut.
-_CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so)|/deep_ep")
+_CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so|parcagpu|mooncake_ep)|/(?:deep|nixl)_ep")
 # Executable mappings of files. Nothing below /dev: opening a device may do something to it.
 _CODE = re.compile(rb"^(\S+) r-x\S \S+ (\S+) ([1-9]\d*) +(/(?!dev/).+)$", re.MULTILINE)
 _DRIVER = re.compile(rb"/lib(?:cuda|amdhip64|hsa-runtime64)\.so")
-_HINTS = (b"nccl", b"NCCL", b"rccl", b"libtorch_cuda", b"libtorch_hip")
+# Names of files that may hold an NCCL; the configuration has the same (probes.look_into).
+LOOK_INTO = ("*nccl*", "*NCCL*", "*rccl*", "libtorch_cuda*", "libtorch_hip*")
 MAX_OTHERS = 1024  # files of one process that are looked into
 _LIKELY = (b"python", b"nvidia", b"libcuda", b"libtorch", b"/dev/kfd", b"libhsa")
 
@@ -134,21 +138,31 @@ def parse_maps(text: bytes) -> tuple[Mapped, ...]:
     return tuple(found.values())
 
 
-def other_files(text: bytes) -> tuple[Mapped, ...]:
-    """Files in a /proc/PID/maps that are no candidates by name and may hold an NCCL, those whose
-    names hint at it first. Without a GPU driver in the process only these."""
+@lru_cache(maxsize=8)
+def _hints(patterns: tuple[str, ...]) -> tuple[tuple[bytes, ...], re.Pattern[bytes]]:
+    """Of patterns of file names: the longest text of each, to search whole maps for, and one
+    expression for a name."""
+    texts = (max(re.split(r"\[.*?\]|[*?]", one), key=len) for one in patterns)
+    expression = "|".join(f"(?:{translate(one)})" for one in patterns) or r"(?!)"
+    return tuple(os.fsencode(text) for text in texts), re.compile(os.fsencode(expression))
+
+
+def other_files(text: bytes, look_into: Sequence[str] = LOOK_INTO) -> tuple[Mapped, ...]:
+    """Files in a /proc/PID/maps that are no candidates by name and may hold an NCCL, those first
+    whose names a pattern fits. Without a GPU driver in the process only these."""
+    hints, fits = _hints(tuple(look_into))
     found: dict[Key, tuple[bool, Mapped]] = {}
     done: set[tuple[bytes, bytes]] = set()
     everything = _DRIVER.search(text) is not None
-    if not everything and not any(hint in text for hint in _HINTS):
+    if not everything and not any(hint in text for hint in hints):
         return ()
     for match in _CODE.finditer(text):
         span, device, inode, name = match.groups()
         if (device, inode) in done:
             continue
         done.add((device, inode))
-        base = name.rsplit(b"/", 1)[-1]
-        hinted = any(hint in base for hint in _HINTS)
+        base = name.rsplit(b"/", 1)[-1].removesuffix(b" (deleted)")
+        hinted = fits.match(base) is not None
         if not (everything or hinted):
             continue
         path = os.fsdecode(name)
@@ -192,11 +206,14 @@ class Discovery:
         include: Sequence[str],
         exclude: Sequence[str],
         holds: Callable[[int, Mapped], bool | None] | None = None,
+        *,
+        look_into: Sequence[str] = LOOK_INTO,
     ) -> None:
         self._proc = str(proc)
         self._include = tuple(include)
         self._exclude = tuple(exclude)
         self._holds = holds
+        self._look_into_names = tuple(look_into)
         self._waiting: set[int] = set()  # with files that are not looked into yet
         self._seen: dict[int, _Seen] = {}
         self._without_memory: set[int] = set()  # kernel threads and zombies
@@ -296,7 +313,7 @@ class Discovery:
         if self._holds is not None:
             seen.others = tuple(
                 mapped
-                for mapped in other_files(text)
+                for mapped in other_files(text, self._look_into_names)
                 if wanted(mapped.path, self._include, self._exclude)
             )
             self._look_into(pid, seen)

@@ -8,20 +8,22 @@ which are closed before the table is printed.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from lanterne.agent import kernel
+from lanterne.agent import doctor_deployment as deployment
+from lanterne.agent import kernel, running
 from lanterne.agent.attach import Attacher
-from lanterne.agent.config import AgentConfig
+from lanterne.agent.config import CONFIG_VARIABLE, AgentConfig
 from lanterne.agent.discover import MAX_MAPS_READ
 from lanterne.agent.doctor_view import (
     LibraryView,
@@ -33,11 +35,14 @@ from lanterne.agent.doctor_view import (
     library_rows,
     library_views,
     render,
+    steps_rows,
 )
 from lanterne.agent.errors import AgentError
 from lanterne.agent.nvml import Nvml
 
 CONNECT_SECONDS = 2.0
+REACH_SECONDS = 4.0  # for a first answer and a few more
+ENOUGH_ROUND_TRIPS = 5
 INTERPRETER_SECONDS = 20.0
 MAX_PROBLEM_ROWS = 20
 MAX_SCANS = 40
@@ -65,12 +70,54 @@ def examine(config: AgentConfig, *, proc: Path = Path("/proc"), sys: Path = Path
     can_load = not any(row.status == "fail" for row in rows)
     rows.append(self_test_row(config, can_load))
     rows += nvml_rows(config.sources.nvml)
-    rows += [collector_row(address) for address in config.collector.addresses]
+    rows += deployment_rows(config)
     found_rows, libraries = survey(config, proc)
     rows += found_rows
+    rows += steps_rows(running.read(config.metrics.listen) if config.metrics.listen else {})
+    return report(rows, libraries)
+
+
+def report(rows: Sequence[Row], libraries: tuple[LibraryView, ...] = ()) -> Report:
     works = not any(row.status == "fail" for row in rows)
-    rows = [Row(r.check, r.status, clean(r.detail), clean(r.remedy)) for r in rows]
-    return Report(metadata.version("lanterne"), works, tuple(rows), libraries)
+    shown = tuple(Row(r.check, r.status, clean(r.detail), clean(r.remedy)) for r in rows)
+    return Report(metadata.version("lanterne"), works, shown, libraries)
+
+
+def deployment_rows(config: AgentConfig) -> Iterator[Row]:
+    """TLS, each collector as the agent would reach it, spool, permissions, kubelet."""
+    path = os.environ.get(CONFIG_VARIABLE)
+    yield from deployment.writable_by_others("configuration", Path(path) if path else None)
+    for address in config.collector.addresses:
+        row, numbers = deployment.resolved(address)
+        yield row
+        if not numbers:
+            continue
+        reached = collector_row(address)
+        yield reached
+        if reached.status == "ok":
+            yield deployment.clock_row(address, *reach(config, address))
+    spool, kubernetes = config.spool, config.kubernetes
+    yield from deployment.spool_rows(spool.path, spool.max_bytes)
+    yield from deployment.kubelet_rows(
+        kubernetes.enabled, kubernetes.pod_resources_socket, kubernetes.token_file
+    )
+
+
+def reach(config: AgentConfig, address: str) -> tuple[float | None, str]:
+    """Frames without a batch on a stream as the agent's -> (error of the clocks in seconds, what
+    is wrong)."""
+    from lanterne.agent.stream import Stream  # loads grpc
+
+    stream = Stream((address,), config.node.name, heartbeat=0.1)
+    stream.start()
+    deadline = time.monotonic() + REACH_SECONDS
+    while time.monotonic() < deadline and stream.round_trips < ENOUGH_ROUND_TRIPS:
+        if stream.last_error:
+            break
+        time.sleep(0.05)
+    stream.close(0.0)
+    best = stream.round_trip_seconds
+    return (None if best is None else best / 2), stream.last_error
 
 
 def kernel_rows(support: kernel.KernelSupport) -> Iterator[Row]:
@@ -180,6 +227,7 @@ def self_test_row(config: AgentConfig, can_load: bool) -> Row:
         with kernel.load(
             ring_bytes=settings.ring_bytes,
             comm_ring_bytes=settings.comm_ring_bytes,
+            device_ring_bytes=settings.device_ring_bytes,
             interpreter=settings.interpreter,
             method=settings.method,
         ) as programs:
@@ -195,7 +243,13 @@ def survey(config: AgentConfig, proc: Path) -> tuple[list[Row], tuple[LibraryVie
     settings = config.probes
     # One scan reads a bounded number of processes.
     scans = 1 + sum(path.name.isdigit() for path in proc.iterdir()) // MAX_MAPS_READ
-    with Attacher(None, proc=proc, include=settings.include, exclude=settings.exclude) as attacher:
+    with Attacher(
+        None,
+        proc=proc,
+        include=settings.include,
+        exclude=settings.exclude,
+        look_into=settings.look_into,
+    ) as attacher:
         for _ in range(min(scans, MAX_SCANS)):
             attacher.scan()
         libraries, processes = dict(attacher.libraries), dict(attacher.processes)

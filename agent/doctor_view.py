@@ -18,6 +18,7 @@ from lanterne.agent.process import printable
 Status = Literal["ok", "info", "warn", "fail"]
 
 TEXT_LIMIT = 400
+MAX_DROPPED = 8  # rows of one library
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class SiteView:
     symbol: str
     offset: int  # in the file
     cheap: bool | None  # None: the instruction was not recognised
-    first_instruction: str
+    first_instruction: str  # at the probe
+    skip: int = 0  # bytes past the function's entry
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class LibraryView:
     error: str
     pids: tuple[int, ...]
     sites: tuple[SiteView, ...]
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,10 @@ def library_views(
             error=clean(library.error),
             pids=tuple(sorted(users.get(key, ()))),
             sites=tuple(
-                SiteView(clean(s.symbol), s.offset, s.cheap, clean(s.first_instruction))
+                SiteView(clean(s.symbol), s.offset, s.cheap, clean(s.first_instruction), s.skip)
                 for s in library.sites
             ),
+            dropped=tuple(map(clean, library.dropped)),
         )
         for key, library in sorted(libraries.items(), key=lambda item: item[1].path)
     )
@@ -107,12 +111,21 @@ def library_rows(libraries: Sequence[LibraryView]) -> list[Row]:
         detail = (
             f"{name}: {len(library.sites)} probes ({cheap} cheap), {len(library.pids)} processes"
         )
+        moved = [site.symbol for site in library.sites if site.skip and site.cheap]
+        if moved:
+            detail += (
+                f"; {len(moved)} placed behind a first instruction that would be single-stepped "
+                f"(some 15 times as much a call): {_some(moved)}"
+            )
         costly = [site.symbol for site in library.sites if site.cheap is False]
         if costly:
             remedy = "each call there costs 13 to 20 µs; exclude the library if that is too much"
             rows.append(Row("library", "warn", f"{detail}; costly: {_some(costly)}", remedy))
         else:
             rows.append(Row("library", "ok", detail))
+        for text in library.dropped[:MAX_DROPPED]:
+            remedy = "calls of this function are not seen; the others are"
+            rows.append(Row("library", "warn", f"{name}: {text}", remedy))
     return rows
 
 
@@ -147,8 +160,29 @@ def blind_rows(
     return rows
 
 
+def steps_rows(told: Mapping[str, float]) -> list[Row]:
+    """`told`: by the agent that runs here (agent.running); nothing where none does."""
+    steps = told.get("lanterne_agent_steps_total")
+    blind = told.get("lanterne_agent_blind_steps_total")
+    if not steps or blind is None:
+        return []
+    detail = (
+        f"of {steps:.0f} steps since the agent started, {blind:.0f} ran their collectives in CUDA "
+        f"graphs where nobody sees them ({blind / steps:.0%})"
+    )
+    if not blind:
+        return [Row("steps", "ok", detail)]
+    return [Row("steps", "warn", detail, "load the profiler plugin into the job: it tells them")]
+
+
 def render(report: Report, width: int) -> str:
-    """The table: status, check, detail; the remedy on a line of its own."""
+    """The table, and the verdict."""
+    verdict = "Lanterne works on this host." if report.works else "Lanterne does not work here yet."
+    return "\n".join([*render_rows(report, width), "", verdict])
+
+
+def render_rows(report: Report, width: int) -> list[str]:
+    """Status, check, detail; the remedy on a line of its own; then the libraries."""
     width = max(60, width)
     column = max(len(row.check) for row in report.rows) + 2
     lines = []
@@ -161,11 +195,9 @@ def render(report: Report, width: int) -> str:
         lines += ["", f"{library.path}  (processes: {pids}; build id {library.build_id or 'none'})"]
         for site in library.sites:
             cost = {True: "cheap", False: "costly", None: "?"}[site.cheap]
-            lines.append(
-                f"  {site.offset:#10x}  {cost:<7}{site.symbol}  [{site.first_instruction}]"
-            )
-    verdict = "Lanterne works on this host." if report.works else "Lanterne does not work here yet."
-    return "\n".join([*lines, "", verdict])
+            symbol = f"{site.symbol}+{site.skip}" if site.skip else site.symbol
+            lines.append(f"  {site.offset:#10x}  {cost:<7}{symbol}  [{site.first_instruction}]")
+    return lines
 
 
 def _wrap(head: str, text: str, width: int) -> list[str]:

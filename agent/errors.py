@@ -2,10 +2,15 @@
 
 AgentError
 ├── ConfigError        a value in the configuration is not allowed
+├── CredentialsError   a certificate, key or token for the collector cannot be used
 ├── KernelError        this kernel or these privileges cannot run the probes
 │   └── LoaderError    the loader child failed (no bcc, no compile, verifier)
 ├── ElfError           a library file cannot be read as what it claims to be
-└── AttachError        a probe could not be attached to a library
+├── AttachError        a probe could not be attached to a library
+├── IntakeError        the intake for expert load cannot listen
+├── SpoolError         the spool's folder cannot be used
+├── RasError           NCCL's RAS service cannot be asked, or answers something else
+└── KubernetesError    the kubelet or the API server cannot be asked, or answers something else
 """
 
 from __future__ import annotations
@@ -16,6 +21,10 @@ class AgentError(Exception):
 
 
 class ConfigError(AgentError):
+    pass
+
+
+class CredentialsError(AgentError):
     pass
 
 
@@ -32,4 +41,20 @@ class ElfError(AgentError):
 
 
 class AttachError(AgentError):
+    pass
+
+
+class IntakeError(AgentError):
+    pass
+
+
+class SpoolError(AgentError):
+    pass
+
+
+class RasError(AgentError):
+    pass
+
+
+class KubernetesError(AgentError):
     pass

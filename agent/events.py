@@ -92,7 +92,7 @@ class Operations:
     arrival_ns: U64
     duration_ns: U64
     bytes: U64  # not yet times n_ranks, see scaled_bytes
-    root: I32
+    root: I32  # of dispatch, combine and ALL_TO_ALL_V: bytes of one token, -1 or 0 unknown
     sync_blocked_ns: U64
     send_shape: U64  # hash of the relative sizes per peer, 0: no vector (groups.shape_hash)
     receive_shape: U64
@@ -227,7 +227,7 @@ def collectives(records: Records, slots: U16, rules: Rules) -> Operations:
         arrival_ns=np.ascontiguousarray(records["enter_ns"]),
         duration_ns=duration,
         bytes=amount,
-        root=np.ascontiguousarray(records["peer"]),
+        root=_roots(records),
         sync_blocked_ns=records["sync_blocked_us"].astype(np.uint64) * np.uint64(1000),
         send_shape=np.zeros(n, np.uint64),
         receive_shape=np.zeros(n, np.uint64),
@@ -235,6 +235,17 @@ def collectives(records: Records, slots: U16, rules: Rules) -> Operations:
         send_peers=np.zeros(n, np.uint16),
         receive_peers=np.zeros(n, np.uint16),
     )
+
+
+def _roots(records: Records) -> I32:
+    """The peer of a record; of NCCL EP, whose tokens are told in elements, their bytes."""
+    peer: I32 = np.array(records["peer"])
+    elements = EXPERTS[records["func"]] & ((records["flags"] & np.uint8(Flag.BYTES)) == 0)
+    elements &= peer > 0
+    if elements.any():
+        size = ELEMENT_BYTES[records["dtype"][elements]].astype(np.int64)
+        peer[elements] = np.minimum(peer[elements] * size, np.iinfo(np.int32).max)
+    return peer
 
 
 def scaled_bytes(operations: Operations, n_ranks: U32, rank: U32) -> Operations:

@@ -178,7 +178,7 @@ def _assemble(
     bits[(first["group"] != 0) & ~blocking] |= GROUPED
     captured = (bits & CAPTURED) != 0
     evidence = evidence_of(first, rules)
-    vectors = vectors_of(records, starts, lengths, failed | np.repeat(captured, lengths))
+    vectors = vectors_of(records, starts, lengths, failed, np.repeat(captured, lengths))
     amount, duration = vectors.sent_total, np.zeros(n, np.uint64)
     if blocking.any():
         call = rows_of(records, starts + lengths - 1)

@@ -1,8 +1,8 @@
 """From what was seen of a communicator's creation to its cluster-wide identity.
 
 Order of sources: the arguments of the call that made it; for children the parent's hash; the
-structure in memory; for Gloo the store prefix with the rendezvous address, else the job's
-environment. Functions here fill in a Communicator; `resolved` says whether it is enough.
+structure in memory; NCCL's RAS service; for Gloo the store prefix with the rendezvous address, else
+the job's environment. Functions here fill in a Communicator; `resolved` says whether it is enough.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from lanterne.probes.layout import CommFlag, CommKind
 NCCL, GLOO, DEEPEP = 1, 2, 3  # telemetry.proto Library
 DEEPEP_TAG = 0xDEE9  # upper 16 bits of the number that stands for a DeepEP buffer's ranks
 PATIENT_ATTEMPTS = 6  # until a DeepEP exchange is named without an NCCL communicator; some 0.7 s
-INIT_ARGUMENTS, DERIVED, STRUCTURE, STORE, ENVIRONMENT, PROCESS = 1, 2, 3, 4, 5, 6  # Identity
+INIT_ARGUMENTS, DERIVED, STRUCTURE, STORE, ENVIRONMENT, PROCESS, RAS = range(1, 8)  # Identity
 MAX_ATTEMPTS = 14
+RAS_AFTER = 6  # attempts without RAS; some 1.3 s
 FIRST_RETRY_NS = 20_000_000
 LAST_RETRY_NS = 2_000_000_000
 
@@ -70,6 +71,7 @@ class Communicator:
     next_try_ns: int = 0
     reason: str = "not seen being created"
     ended_round: int = -1
+    ras_answer: int = 0  # number of the last one that was looked at
     replays_numbered: bool | None = None  # see device; None: no plugin told of it yet
 
     @property
@@ -188,6 +190,32 @@ def from_structure(
     comm.comm_hash, comm.rank, comm.n_ranks = found.comm_hash, found.rank, found.n_ranks
     comm.bus_id = found.bus_id
     return True
+
+
+class Told(Protocol):
+    """What NCCL's RAS service says of one rank (agent.ras_answer.Member)."""
+
+    @property
+    def comm_hash(self) -> int: ...
+    @property
+    def n_ranks(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+
+
+def from_ras(comm: Communicator, processes: Processes, told: Sequence[Told]) -> None:
+    """Of a process that is these ranks, which one this communicator is: by what is in its memory,
+    so that neither another process of that number nor a made-up answer gives it a name."""
+    known = {(one.comm_hash, one.rank, one.n_ranks) for one in told}
+    if comm.n_ranks and comm.rank >= 0:
+        known = {one for one in known if one[1:] == (comm.rank, comm.n_ranks)}
+    found = structure.find(processes, comm.tgid, comm.pointer, known)
+    if found is None:
+        comm.reason = "none of the communicators that NCCL RAS tells of is in its memory"
+        return
+    comm.comm_hash, comm.rank, comm.n_ranks = found.comm_hash, found.rank, found.n_ranks
+    comm.bus_id = found.bus_id
+    comm.identity = RAS
 
 
 def _likely(candidates: Sequence[structure.Structure]) -> structure.Structure | None:

@@ -12,11 +12,12 @@ from types import TracebackType
 
 import numpy as np
 
-from lanterne.probes import catalog, layout, rows
+from lanterne.probes import catalog, layout, parcagpu, rows
 from lanterne.probes.nccl_profiler import usdt
 
 from . import bpf
 from .compiler import run_loader
+from .cuda import CudaUses, Use
 from .errors import AttachError, KernelError
 from .slots import SlotTable
 from .support import KernelSupport, probe_support, read_text
@@ -24,8 +25,29 @@ from .support import KernelSupport, probe_support, read_text
 __all__ = ["KernelSupport", "Programs", "load", "probe_support", "program_names"]
 
 _COUNTER_SLOTS = 16
-_SOURCES = ("state", "collective", "comm", "group", "cuda", "moe", "device")
-_MAPS = ("ring", "comm_ring", "device_ring", "threads", "comms", "counters", "cuda", "rows")
+_SOURCES = (
+    "state",
+    "collective",
+    "comm",
+    "group",
+    "cuda",
+    "context",
+    "splits",
+    "moe",
+    "device",
+    "kernel",
+)
+_MAPS = (
+    "ring", "comm_ring", "device_ring", "threads", "comms", "processes", "counters", "cuda", "rows",
+    "kernel_ring", "told", "kernel_names",
+)  # fmt: skip
+MAX_OPEN_CALLS = 8192  # as many as the map holds
+MAX_KERNEL_NAMES = 8192  # in the kernel at a time; see Programs.kernel_name
+# Maps with one entry a call or object of a process: name -> bytes of the key, which begins with
+# tgid << 32.
+_BY_PROCESS = {
+    "open_calls": 8, "open_creations": 8, "pending_comms": 16, "context_calls": 8, "contexts": 16,
+}  # fmt: skip
 
 
 class Programs:
@@ -38,6 +60,7 @@ class Programs:
         ring_bytes: int,
         comm_ring_bytes: int,
         device_ring_bytes: int,
+        kernel_ring_bytes: int,
     ) -> None:
         self._fds = fds
         self.method = method
@@ -47,10 +70,15 @@ class Programs:
         self.comm_ring_bytes = comm_ring_bytes
         self.device_ring_fd = fds["device_ring"]
         self.device_ring_bytes = device_ring_bytes
+        self.kernel_ring_fd = fds["kernel_ring"]
+        self.kernel_ring_bytes = kernel_ring_bytes
         self._cpus = _possible_cpus()
         self._threads = SlotTable(fds["threads"], rows.THREAD, rows.MAX_THREADS, "id")
         self._comms = SlotTable(fds["comms"], rows.COMM, rows.MAX_COMMS, "key")
+        processes = SlotTable(fds["processes"], rows.PROCESS, rows.MAX_PROCESSES, "tgid")
+        self._cuda = CudaUses(fds["cuda"], processes)
         self._derived: dict[bytes, int] = {}
+        self._names_read = 0
 
     def program(self, name: str) -> int:
         """Descriptor of a BPF function."""
@@ -92,32 +120,62 @@ class Programs:
             return None
         return sum(runs for runs, _ in stats), sum(ns for _, ns in stats)
 
-    def cuda(self, proc: Path = Path("/proc")) -> dict[int, np.void]:
-        """tgid -> its layout.CUDA row; those of processes that have ended are dropped."""
+    def cuda(self, proc: Path = Path("/proc")) -> dict[int, Use]:
+        """What each living process has done at libcuda, by tgid."""
+        found = self._cuda.read()
+        gone = [tgid for tgid in found if not (proc / str(tgid)).exists()]
+        self._cuda.forget(gone)
+        return {tgid: use for tgid, use in found.items() if tgid not in gone}
+
+    def cuda_ended(self) -> dict[int, Use]:
+        """The last word on processes that have ended since this was last asked."""
+        return self._cuda.ended()
+
+    def open_calls(self) -> np.ndarray:
+        """layout.RECORD rows of calls that were entered and have not returned, one a thread."""
+        fd, size = self._fds["open_calls"], layout.RECORD.itemsize
+        found = []
+        for key in bpf.keys(fd, 8, MAX_OPEN_CALLS):
+            value = bpf.lookup(fd, key, size + 16)  # record, stack pointer, open
+            if value is not None and value[size + 8]:
+                found.append(value[:size])
+        return np.frombuffer(b"".join(found), layout.RECORD)
+
+    def told(self, tgids: Iterable[int]) -> dict[int, np.void]:
+        """parcagpu.TOLD rows of processes of which parcagpu tells."""
         found: dict[int, np.void] = {}
-        fd = self._fds["cuda"]
-        for key in bpf.keys(fd, 4, 8192):
-            value = bpf.lookup(fd, key, layout.CUDA.itemsize)
-            if value is None:
-                continue
-            row = np.frombuffer(value, layout.CUDA, 1)[0]
-            tgid = struct.unpack("<I", key)[0]
-            if not (proc / str(tgid)).exists():
-                bpf.delete(fd, key)
-                continue
-            found[tgid] = row
+        for tgid in tgids:
+            value = bpf.lookup(self._fds["told"], struct.pack("<I", tgid), parcagpu.TOLD.itemsize)
+            if value is not None:
+                found[tgid] = np.frombuffer(value, parcagpu.TOLD, 1)[0]
         return found
+
+    def kernel_name(self, key: int) -> str | None:
+        """The name behind lanterne_kernel.name; None where it is not there. Ask once: when many
+        names have been asked for, the map begins anew."""
+        fd = self._fds["kernel_names"]
+        value = bpf.lookup(fd, struct.pack("<Q", key), parcagpu.NAME_BYTES)
+        if value is None:
+            return None
+        self._names_read += 1
+        if self._names_read > MAX_KERNEL_NAMES * 3 // 4:
+            # Names that are still in use come back with their next kernel.
+            for old in list(bpf.keys(fd, 8, MAX_KERNEL_NAMES)):
+                bpf.delete(fd, old)
+            self._names_read = 0
+        return value.split(b"\0", 1)[0].decode("ascii", "replace")
 
     def forget(self, tgids: Iterable[int]) -> None:
         """Drops the state of processes that have ended, so that their numbers can be used again."""
         gone = np.fromiter(tgids, np.uint64)
         if not gone.size:
             return
-        for tgid in gone:
-            bpf.delete(self._fds["cuda"], struct.pack("<I", int(tgid)))
+        self._cuda.forget(gone.tolist())
+        for tgid in gone.tolist():
+            bpf.delete(self._fds["told"], struct.pack("<I", tgid))
         self._threads.free(np.isin(self._threads.slots["id"] >> np.uint64(32), gone))
         self._comms.free(np.isin(self._comms.slots["tgid"], gone.astype(np.uint32)))
-        for name, key_bytes in (("open_calls", 8), ("open_creations", 8), ("pending_comms", 16)):
+        for name, key_bytes in _BY_PROCESS.items():
             fd = self._fds[name]
             for key in list(bpf.keys(fd, key_bytes, 16384)):
                 if struct.unpack_from("<Q", key)[0] >> 32 in gone:
@@ -143,6 +201,7 @@ class Programs:
     def close(self) -> None:
         self._threads.close()
         self._comms.close()
+        self._cuda.close()
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
@@ -198,6 +257,7 @@ def load(
     ring_bytes: int = 8 << 20,
     comm_ring_bytes: int = 1 << 20,
     device_ring_bytes: int = 2 << 20,
+    kernel_ring_bytes: int = 2 << 20,
     interpreter: str = "/usr/bin/python3",
     method: str = "auto",
 ) -> Programs:
@@ -209,7 +269,7 @@ def load(
     method = _choose(method)
     arch = catalog.Arch(platform.machine())
     folder = Path(catalog.__file__).parent
-    maps = [*_MAPS, "open_calls", "open_creations", "pending_comms"]
+    maps = [*_MAPS, *_BY_PROCESS]
     spec = {
         "sources": [str(folder / "bpf" / f"{name}.bpf.c") for name in _SOURCES],
         "include": str(folder / "bpf"),
@@ -217,6 +277,8 @@ def load(
             "LANTERNE_RING_PAGES": _pages(ring_bytes, "ring_bytes"),
             "LANTERNE_COMM_RING_PAGES": _pages(comm_ring_bytes, "comm_ring_bytes"),
             "LANTERNE_DEVICE_RING_PAGES": _pages(device_ring_bytes, "device_ring_bytes"),
+            "LANTERNE_KERNEL_RING_PAGES": _pages(kernel_ring_bytes, "kernel_ring_bytes"),
+            "LANTERNE_KERNEL_NAMES": MAX_KERNEL_NAMES,
             "LANTERNE_OP_VERSION": usdt.OP_VERSION,
             "LANTERNE_ROW_ENQUEUE_CHECK": catalog.ENQUEUE_CHECK_ID,
         },
@@ -226,4 +288,4 @@ def load(
         "rows": [row.tobytes().hex() for row in catalog.pack(arch)],
     }
     fds = run_loader(folder / "loader.py", interpreter, spec)
-    return Programs(fds, method, ring_bytes, comm_ring_bytes, device_ring_bytes)
+    return Programs(fds, method, ring_bytes, comm_ring_bytes, device_ring_bytes, kernel_ring_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import code, dwarf
-from .elf import ElfFile
+from .elf import ElfFile, Section
 from .errors import ElfError
 from .symbols import Symbol, code_of
 
@@ -19,6 +19,9 @@ _MAX_OFFSET = 64 << 20
 _GETTER_BYTES = 4096  # whole functions: tracing and error paths come before the load
 _FIRST_WITH_MAGIC = 22100
 _VERSION = re.compile(rb"NCCL version (\d{1,2})\.(\d{1,2})\.(\d{1,3})")
+# As the library itself says it; messages of others name versions, too.
+_OWN_VERSION = re.compile(rb"NCCL version (\d{1,2})\.(\d{1,2})\.(\d{1,3})\+cuda\d")
+DEVICE_CODE = ".nv_fatbin"  # section of a file with CUDA kernels linked in
 _VERSION_CHUNK = 4 << 20
 _MAX_SECTION_BYTES = 64 << 20  # device code is larger, and holds no such text
 _MAX_SEARCHED_BYTES = 128 << 20
@@ -107,29 +110,54 @@ def version_of(file: ElfFile, symbols: Mapping[str, Symbol]) -> int | None:
         stored = code.stored_version(code_of(file, getter), getter.address)
         if stored is not None:
             return stored
-    data = [
-        section
-        for section in file.sections
-        if section.type == "SHT_PROGBITS"
-        and section.flags & (_SHF_ALLOC | _SHF_WRITE) == _SHF_ALLOC
-        and 0 < section.size <= _MAX_SECTION_BYTES
-    ]
-    left = _MAX_SEARCHED_BYTES  # a file made to harm may claim thousands over the same bytes
-    for section in data:
-        left -= section.size
-        found = _search_version(file, section.offset, section.size) if left >= 0 else None
+    found = _text_version(file, _VERSION)
+    return version_code(*found) if found else None
+
+
+def linked_version(file: ElfFile) -> tuple[int, ...] | None:
+    """Of an NCCL that is in the file without names: its text "NCCL version X.Y.Z+cuda...", in a
+    file with CUDA kernels."""
+    if not file.sections_named((DEVICE_CODE,)):
+        return None
+    return _text_version(file, _OWN_VERSION)
+
+
+def data_sections(file: ElfFile) -> list[Section]:
+    """Those in which texts are, bounded: a file made to harm may claim thousands over the same
+    bytes. Device code is left out."""
+    device_code = file.sections_named((DEVICE_CODE,)).get(DEVICE_CODE)
+    chosen, left = [], _MAX_SEARCHED_BYTES
+    for section in file.sections:
+        if (
+            section.type == "SHT_PROGBITS"
+            and section.flags & (_SHF_ALLOC | _SHF_WRITE) == _SHF_ALLOC
+            and 0 < section.size <= _MAX_SECTION_BYTES
+            and section != device_code
+        ):
+            left -= section.size
+            if left < 0:
+                break
+            chosen.append(section)
+    return chosen
+
+
+def _text_version(file: ElfFile, pattern: re.Pattern[bytes]) -> tuple[int, ...] | None:
+    for section in data_sections(file):
+        found = _search_version(file, section.offset, section.size, pattern)
         if found is not None:
             return found
     return None
 
 
-def _search_version(file: ElfFile, offset: int, size: int) -> int | None:
+def _search_version(
+    file: ElfFile, offset: int, size: int, pattern: re.Pattern[bytes]
+) -> tuple[int, ...] | None:
     end = offset + size
     while offset < end:
         length = min(_VERSION_CHUNK, end - offset)
-        match = _VERSION.search(file.read(offset, length, "data"))
+        match = pattern.search(file.read(offset, length, "data"))
         if match:
-            return version_code(*(int(part) for part in match.groups()))
+            return tuple(int(part) for part in match.groups())
         if length < _VERSION_CHUNK:
             return None
         offset += length - 63  # the text may lie across the cut

@@ -5,6 +5,9 @@ A file counts if it defines what only the library itself defines. A wrapper that
 caller, has ncclGroupEnd at most, not pncclGroupEnd beside it; probing both the wrapper and the
 library would count every call twice. Each inode is looked at once, by its string tables; a scan
 looks at so many files and bytes, the rest waits for the next one.
+
+A file with CUDA kernels of which only the text of NCCL's version is left, because its symbols were
+stripped, counts, too: it cannot be probed, and is told as failed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import libnccl
 from .discover import Key, Mapped, ways_to_open
 from .elf import ElfFile, open_regular
 from .errors import ElfError
@@ -21,6 +25,8 @@ from .inodes import same_file
 from .symbols import MAX_STRINGS, functions
 
 MARKS = ("pncclGroupEnd", "pncclAllReduce")  # both must be defined
+CALLED = b"ncclGroupEnd\0"
+DEVICE_CODE = libnccl.DEVICE_CODE.encode() + b"\0"
 MAX_FILES = 512  # in one scan
 MAX_BYTES = 256 << 20  # of string tables in one scan; the last file may go beyond
 _MAX_FILE_BYTES = 2 * MAX_STRINGS  # of one file
@@ -56,7 +62,7 @@ class Linked:
             self._known.clear()
 
     def holds(self, pid: int, mapped: Mapped) -> bool | None:
-        """Whether the file is an NCCL; None: not looked at yet, ask again in the next scan."""
+        """Whether an NCCL is in the file; None: not looked at yet, ask again in the next scan."""
         known = self._known.get(mapped.key)
         if known is not None:
             return known
@@ -88,10 +94,19 @@ class Linked:
 
     def _look(self, fd: int, path: str) -> bool:
         needle = MARKS[0].encode() + b"\0"
-        if not any(needle in table for table in self._string_tables(fd)):
-            return False
+        tables = self._string_tables(fd)
+        if not any(needle in table for table in tables):
+            # A caller has the name of what it calls; a copy without names has only its texts.
+            kernels = any(DEVICE_CODE in table for table in tables)  # names of sections
+            called = any(CALLED in table for table in tables)
+            return kernels and not called and self._stripped(ElfFile(fd, path))
         # The name may stand there as something that is only used.
         return len(functions(ElfFile(fd, path), MARKS, ())) == len(MARKS)
+
+    def _stripped(self, file: ElfFile) -> bool:
+        """Whether an NCCL without names is in it: it cannot be probed, and that is to be told."""
+        self._bytes -= sum(section.size for section in libnccl.data_sections(file))
+        return libnccl.linked_version(file) is not None
 
     def _string_tables(self, fd: int) -> list[bytes]:
         """Read here with few instructions, since it is done for every file of a GPU process."""

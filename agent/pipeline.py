@@ -5,42 +5,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
-from lanterne.agent import classify, events
+from lanterne.agent import classify, events, peer_waits
 from lanterne.agent.comms import Registry
 from lanterne.agent.encode import Context, Head, encode
 from lanterne.agent.events import NO_SLOT, U16, Records, Rules
 from lanterne.agent.groups import Groups
+from lanterne.agent.kernel_rows import Facts
 from lanterne.agent.windows import Windows
-from lanterne.probes.layout import RECORD
+from lanterne.probes.layout import RECORD, Func
+from lanterne.probes.nccl_profiler.usdt import OpFlag
 
 MAX_WINDOW_ROWS = 1 << 18  # more operations than this end a window early: memory is bounded
+
+
+class KernelSource(Protocol):
+    """agent.uprobes.Uprobes."""
+
+    def kernel_name(self, key: int) -> str | None: ...
+    def told(self, tgids: Iterable[int]) -> Mapping[int, np.void]: ...
+    def kernels_since(self) -> int: ...
 
 
 class Pipeline:
     """One per agent run; not thread-safe."""
 
     def __init__(
-        self, registry: Registry, rules: Rules, head: Head, start_ns: int, *, grace_ns: int
+        self,
+        registry: Registry,
+        rules: Rules,
+        head: Head,
+        start_ns: int,
+        *,
+        grace_ns: int,
+        kernels: KernelSource | None = None,
     ):
         self.registry = registry
         self.groups = Groups(rules, grace_ns=grace_ns)
         self.rooted = Groups(rules, grace_ns=grace_ns, assemble=classify.Rooted(registry.table()))
-        self.windows = Windows(registry.rows, start_ns)
+        self._kernels = kernels
+        name = kernels.kernel_name if kernels else lambda _: None
+        self.windows = Windows(registry.rows, start_ns, kernel_name=name)
         self._rules = rules
         self._head = head
         self._sequence = 1
         self._rows = 0
+        self._replaying: set[int] = set()
 
     def feed_device(self, records: Records) -> None:
         """Drained layout.DEVICE rows. What was drained before they were must be fed before."""
         slots, trusted = self.registry.assign_device(records)
+        sums = peer_waits.is_sum(records)
+        if sums.any():
+            told = sums & (slots != NO_SLOT)
+            self.windows.add_waits(peer_waits.of_records(records[told], slots[told]))
+            records, slots, trusted = records[~sums], slots[~sums], trusted[~sums]
         placed = slots != NO_SLOT
-        self.windows.device.unmatched += int((~placed).sum())
+        self.windows.device.leave_out(int((~placed).sum()))
         self.windows.device.add(records[placed], slots[placed], trusted[placed])
+        replayed = (records["flags"] & np.uint8(OpFlag.GRAPH)) != 0
+        self._replaying.update(np.unique(records["tgid"][replayed & placed & trusted]).tolist())
+
+    def take_replaying(self) -> set[int]:
+        """Processes of which replays of graphs have been told since this was last asked."""
+        told, self._replaying = self._replaying, set()
+        return told
+
+    def feed_kernels(self, records: Records, realtime_offset_ns: int) -> None:
+        """Drained parcagpu.KERNEL rows."""
+        self.windows.kernels.add(records, realtime_offset_ns)
+
+    def _facts(self) -> Facts | None:
+        if self._kernels is None or not self.windows.kernels.tgids:
+            return None
+        return Facts(
+            self.registry.alive(),
+            self._kernels.told(self.windows.kernels.tgids),
+            self._kernels.kernels_since(),
+        )
 
     def feed(self, records: Records, comm_events: Records, now_ns: int) -> None:
         """One drain. The main ring must have been drained before the ring of communicators, so
@@ -50,6 +96,7 @@ class Pipeline:
         self.registry.resolve(now_ns)
         if not len(records) and not self.groups.held and not self.rooted.held:
             return
+        records = self._take_splits(records)
         slots = self.registry.assign(records)
         if len(slots) and int(slots.max()) == NO_SLOT:
             placed = slots != NO_SLOT
@@ -68,6 +115,18 @@ class Pipeline:
             self.windows.add(events.collectives(single, slots[alone], self._rules))
             records, slots = events.rows_of(records, grouped), slots[grouped]
         self.windows.add(*self.groups.add(records, slots, now_ns))
+
+    def _take_splits(self, records: Records) -> Records:
+        """Sets PyTorch's split sizes apart; -> the operations."""
+        told = records["func"] == Func.SPLITS
+        if not told.any():
+            return records
+        mine = events.rows_of(records, told)
+        slots = self.registry.assign_backends(mine)
+        placed = slots != NO_SLOT
+        self.windows.splits.unmatched += int((~placed).sum())
+        self.windows.splits.add(events.rows_of(mine, placed), slots[placed])
+        return events.rows_of(records, ~told)
 
     def _take_rooted(self, records: Records, slots: U16, now_ns: int) -> tuple[Records, U16]:
         """Sets groups of broadcasts and of reduces apart; -> the other records."""
@@ -103,7 +162,10 @@ class Pipeline:
                 empty = np.empty(0, RECORD), np.empty(0, np.uint16)
                 self.windows.add(*groups.add(*empty, end_ns, close=final))
         registry = self.registry
-        window = self.windows.close(end_ns, stride, registry.table(), final=final)
+        window = self.windows.close(
+            end_ns, stride, registry.table(), final=final, facts=self._facts()
+        )
+        self._replaying |= self.windows.kernels.take_replaying()
         named = np.zeros(1 << 16, np.bool_)
         for column in (
             window.instances.operations.slot,

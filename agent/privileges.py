@@ -3,8 +3,9 @@
 Linux capabilities belong to a thread: call `drop` from the main thread before others are started,
 they inherit from their creator. What stays: CAP_BPF and CAP_PERFMON to attach to libraries that
 show up later, CAP_SYS_PTRACE to read maps and memory of other users' processes,
-CAP_DAC_READ_SEARCH to open their files. Where only perf events can carry uprobes, CAP_SYS_ADMIN
-too: kernels since 6.16, and older ones with that fix, ask for it at every such event.
+CAP_DAC_READ_SEARCH to open their files, CAP_CHECKPOINT_RESTORE (5.9) for those that are deleted or
+replaced while mapped, which only map_files leads to. Where only perf events can carry uprobes,
+CAP_SYS_ADMIN too: kernels since 6.16, and older ones with that fix, ask for it at every such event.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ CAP_SYS_PTRACE = 19
 CAP_SYS_ADMIN = 21
 CAP_PERFMON = 38
 CAP_BPF = 39
-KEPT = (CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_PERFMON, CAP_BPF)
+CAP_CHECKPOINT_RESTORE = 40
+KEPT = (CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_PERFMON, CAP_BPF, CAP_CHECKPOINT_RESTORE)
 KEPT_FOR_PERF = (*KEPT, CAP_SYS_ADMIN)
 LAST_CAPABILITY = 63
 

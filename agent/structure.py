@@ -7,13 +7,18 @@ is believed only when the magic fits (2.21 and later have one) and the numbers m
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from lanterne.agent.process import Processes
 
 MAGIC = 0x0280028002800280
 MAX_RANKS = 65_536
+_SEARCHED = 2 << 20  # bytes of a structure; it takes 1.1 MB in the newest releases
+_PAGE = 4096
 
 
 class Offsets(Protocol):
@@ -61,6 +66,48 @@ def read(processes: Processes, pid: int, comm: int, offsets: Offsets) -> Structu
         return None
     bus = processes.memory(pid, comm + offsets.bus_id, 8) if offsets.bus_id > 0 else None
     return Structure(comm_hash, rank, n_ranks, bus_id_text(int.from_bytes(bus or b"", "little")))
+
+
+Known = tuple[int, int, int]  # hash, rank, size
+
+
+def find(processes: Processes, pid: int, comm: int, known: Iterable[Known]) -> Structure | None:
+    """Which of the known ones the communicator at `comm` is, by searching its memory.
+
+    In every release hash, rank and size stand side by side: 128 bits that no other memory has by
+    accident. None where none or more than one is found before the next structure begins.
+    """
+    data = _memory(processes, pid, comm)
+    if len(data) < 16 or int.from_bytes(data[:8], "little") != MAGIC:
+        return None
+    words = np.frombuffer(data, "<u8", len(data) // 8)
+    others = np.flatnonzero(words[1:] == MAGIC)
+    if len(others):
+        words = words[: others[0] + 1]  # its own end has another offset than its beginning
+    found = set()
+    for comm_hash, rank, n_ranks in known:
+        if not (1 <= n_ranks <= MAX_RANKS and 0 <= rank < n_ranks and comm_hash):
+            continue
+        second = np.uint64(rank | n_ranks << 32)
+        at = np.flatnonzero((words[:-1] == np.uint64(comm_hash)) & (words[1:] == second))
+        if len(at):
+            bus = int(words[at[0] + 5]) if at[0] + 5 < len(words) else 0
+            found.add(Structure(comm_hash, rank, n_ranks, bus_id_text(bus)))
+    return found.pop() if len(found) == 1 else None
+
+
+def _memory(processes: Processes, pid: int, address: int) -> bytes:
+    """What is readable from an address on, bounded."""
+    parts: list[bytes] = []
+    at, size = address, 1 << 20
+    while size >= _PAGE and at < address + _SEARCHED:
+        part = processes.memory(pid, at, size - at % _PAGE)
+        if part is None:
+            size //= 2
+            continue
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)[:_SEARCHED]
 
 
 def bus_id_text(value: int) -> str:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from lanterne.agent.events import BLOCKING, DEVICE, I64, U8, U16, U32, U64, Operations, concatenate
+from lanterne.probes.layout import Func
 
 HISTOGRAM_BINS = 48
 OP_CODES = 256
+OF_TOKENS = np.zeros(OP_CODES, np.bool_)
+OF_TOKENS[[Func.DISPATCH, Func.COMBINE, Func.ALL_TO_ALL_V]] = True
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Summaries:
     duration_min_ns: U64
     duration_max_ns: U64
     histogram: U32  # [rows, 48]
+    token_bytes: U32  # of one token, as these operations carry it; 0: unknown or several sizes
 
 
 def summarize(
@@ -77,7 +81,20 @@ def summarize(
         duration_min_ns=low,
         duration_max_ns=high,
         histogram=histogram,
+        token_bytes=_token_bytes(operations, row, n),
     )
+
+
+def _token_bytes(operations: Operations, row: I64, n: int) -> U32:
+    """Where every operation of a row that carried something tells the same."""
+    told = operations.root.astype(np.int64)
+    told[~OF_TOKENS[operations.op] | (told < 0)] = 0
+    carried = (operations.bytes > 0) & ~operations.error
+    low = np.full(n, np.iinfo(np.int64).max)
+    high = np.zeros(n, np.int64)
+    np.minimum.at(low, row[carried], told[carried])
+    np.maximum.at(high, row[carried], told[carried])
+    return np.where(low == high, high, 0).astype(np.uint32)
 
 
 def _number(key: I64) -> tuple[I64, I64]:

@@ -17,6 +17,7 @@ _CAPABILITIES = {
     21: "CAP_SYS_ADMIN",
     38: "CAP_PERFMON",
     39: "CAP_BPF",
+    40: "CAP_CHECKPOINT_RESTORE",
 }
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO
 
@@ -84,6 +85,13 @@ def _multi_works(proc: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def without_asking(proc: Path = Path("/proc")) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(capabilities, problems) that are known before any program is loaded."""
+    capabilities = held_capabilities(read_text(proc / "self/status") or "")
+    problems = _problems(proc, _release_number(platform.release()), capabilities)
+    return capabilities, tuple(problems)
 
 
 def probe_support(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> KernelSupport:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from lanterne.agent import attach, kernel, ring
+from lanterne.agent.cuda import Use
+from lanterne.agent.steps import Steps
 from lanterne.probes.layout import COMM_EVENT, DEVICE, RECORD
+from lanterne.probes.parcagpu import KERNEL
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,8 @@ class ProbeSettings(Protocol):
     @property
     def comm_ring_bytes(self) -> int: ...
     @property
+    def device_ring_bytes(self) -> int: ...
+    @property
     def interpreter(self) -> str: ...
     @property
     def method(self) -> str: ...
@@ -31,6 +37,8 @@ class ProbeSettings(Protocol):
     def include(self) -> tuple[str, ...]: ...
     @property
     def exclude(self) -> tuple[str, ...]: ...
+    @property
+    def look_into(self) -> tuple[str, ...]: ...
 
 
 class Uprobes:
@@ -41,11 +49,16 @@ class Uprobes:
         self.programs = kernel.load(
             ring_bytes=settings.ring_bytes,
             comm_ring_bytes=settings.comm_ring_bytes,
+            device_ring_bytes=settings.device_ring_bytes,
             interpreter=settings.interpreter,
             method=settings.method,
         )
         self.attacher = attach.Attacher(
-            self.programs, proc=proc, include=settings.include, exclude=settings.exclude
+            self.programs,
+            proc=proc,
+            include=settings.include,
+            exclude=settings.exclude,
+            look_into=settings.look_into,
         )
         self.records = ring.Ring(self.programs.ring_fd, self.programs.ring_bytes, RECORD)
         self.comm_events = ring.Ring(
@@ -54,11 +67,13 @@ class Uprobes:
         self.device = ring.Ring(
             self.programs.device_ring_fd, self.programs.device_ring_bytes, DEVICE
         )
+        self.kernels = ring.Ring(
+            self.programs.kernel_ring_fd, self.programs.kernel_ring_bytes, KERNEL
+        )
         self.capacity = self.programs.ring_bytes // (RECORD.itemsize + 8)
         self.counters: dict[str, int] = {}
-        self.cuda: dict[int, np.void] = {}
-        self.blind_launches = 0  # of graphs, by processes that have collectives in graphs
-        self._blind: dict[int, int] = {}
+        self.cuda: dict[int, Use] = {}
+        self.steps = Steps()
 
     def libraries_of(self, pid: int) -> list[Any]:
         """Of one process, what identification needs to know of its libraries."""
@@ -70,8 +85,23 @@ class Uprobes:
 
     def plugins_since(self) -> int:
         """CLOCK_MONOTONIC ns since when every profiler plugin is probed; 0: none is."""
+        return self._since("profiler")
+
+    def kernels_since(self) -> int:
+        """Likewise of parcagpu and libcuda, by which it is checked."""
+        told, checked = self._since("parcagpu"), self._since("cuda")
+        return max(told, checked) if told and checked else 0
+
+    def kernel_name(self, key: int) -> str | None:
+        return self.programs.kernel_name(key)
+
+    def told(self, tgids: Iterable[int]) -> dict[int, np.void]:
+        """parcagpu.TOLD rows of processes that parcagpu has told of."""
+        return self.programs.told(tgids)
+
+    def _since(self, kind: str) -> int:
         libraries = self.attacher.libraries.values()
-        return max((one.since_ns for one in libraries if one.kind == "profiler"), default=0)
+        return max((one.since_ns for one in libraries if one.kind == kind), default=0)
 
     @property
     def news(self) -> bool:
@@ -81,23 +111,26 @@ class Uprobes:
 
     @property
     def filled(self) -> float:
-        """Share of the fuller ring that waits to be read; costs next to nothing, unlike a drain."""
-        ring, device = self.records, self.device
-        waiting = (ring.submitted - ring.read - ring.discarded) / self.capacity
-        room = self.programs.device_ring_bytes // (DEVICE.itemsize + 8)
-        return max(waiting, (device.submitted - device.read - device.discarded) / room)
+        """Share of the fullest ring that waits to be read; unlike a drain it costs nothing."""
+        programs = self.programs
+        return max(
+            _filled(self.records, programs.ring_bytes),
+            _filled(self.device, programs.device_ring_bytes),
+            _filled(self.kernels, programs.kernel_ring_bytes),
+        )
 
     def read_kernel(self) -> None:
         """The counters as of now; raises AgentError or OSError."""
         self.counters = self.programs.counters()
         self.cuda = self.programs.cuda(self._proc)
-        for pid, row in self.cuda.items():
-            if int(row["captured_ops"]):
-                launches, before = int(row["graph_launches"]), self._blind.get(pid, 0)
-                self.blind_launches += launches - before if launches >= before else launches
-                self._blind[pid] = launches
-        for pid in self._blind.keys() - self.cuda.keys():
-            del self._blind[pid]
+
+    def count_steps(self, holders: Mapping[int, bool], told: Collection[int]) -> None:
+        """After `read_kernel`; the arguments are those of `Steps.update`."""
+        self.steps.update(self.cuda, self.programs.cuda_ended(), holders, told)
+
+    def steps_of(self) -> dict[int, tuple[int, int]]:
+        """pid -> (steps, blind steps)."""
+        return {pid: self.steps.of(pid) for pid in self.cuda}
 
     def lost(self) -> dict[str, int]:
         """Records by cause of loss."""
@@ -114,5 +147,9 @@ class Uprobes:
     def close(self) -> None:
         if not self.attacher.close():
             log.warning("some probes are left for the kernel to remove when this process ends")
-        for part in (self.records, self.comm_events, self.device, self.programs):
+        for part in (self.records, self.comm_events, self.device, self.kernels, self.programs):
             part.close()
+
+
+def _filled(of: ring.Ring, size: int) -> float:
+    return (of.submitted - of.read - of.discarded) / (size // (of.dtype.itemsize + 8))

@@ -8,8 +8,12 @@ them, which tells how far. What is read is bounded, and a note that makes no sen
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
+
+from lanterne.probes.catalog import Source
+from lanterne.probes.rows import SourceKind
 
 from .elf import ElfFile
 from .errors import ElfError
@@ -18,6 +22,14 @@ MAX_NOTES = 1 << 20  # bytes of the section
 MAX_PROBES = 4096  # of all providers
 _TYPE = 3
 _OWNER = b"stapsdt\0"
+_OPERAND = re.compile(r"-?(\d)@(.+)")
+# The words of struct pt_regs, in order (arch/x86 and arch/arm64, uapi/asm/ptrace.h).
+_X86_WORDS = (
+    "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
+    "orig_ax", "ip", "cs", "flags", "sp", "ss",
+)  # fmt: skip
+_X86_MEMORY = re.compile(r"(-?\d*)\(%(\w+)\)")
+_ARM_MEMORY = re.compile(r"\[(\w+)(?:, ?#?(-?\d+))?\]")
 _FIRST_ARGUMENT = {"x86_64": ("%rdi",), "aarch64": ("x0",)}
 
 
@@ -78,3 +90,60 @@ def check_first_argument(file: ElfFile, probe: Probe) -> None:
             f"{file.path}: the argument of {probe.name} is in {value or 'no register'}, not in "
             f"{' or '.join(wanted) or 'a known one'}: build the plugin with gcc or clang at -O2"
         )
+
+
+def operands(file: ElfFile, probe: Probe) -> list[Source]:
+    """Where each argument is, as the BPF programs read it: registers, what a register points to,
+    and constants. ElfError where an argument is somewhere else."""
+    found = []
+    # Commas in "[x0, 8]" are followed by a blank, too.
+    for text in re.findall(r"-?\d@(?:\[[^\]]*\]|\S+)", probe.arguments):
+        source = _operand(text, file.architecture)
+        if source is None:
+            raise ElfError(
+                f"{file.path}: argument {text} of {probe.name} cannot be read: only registers, "
+                "memory at a register and constants are"
+            )
+        found.append(source)
+    return found
+
+
+def _operand(text: str, architecture: str) -> Source | None:
+    match = _OPERAND.fullmatch(text)
+    if match is None or int(match[1]) not in (1, 2, 4, 8):
+        return None
+    width, where = int(match[1]), match[2]
+    arm = architecture == "aarch64"
+    constant = re.fullmatch(r"#?(-?\d+)" if arm else r"\$(-?\d+)", where)
+    if constant is not None:
+        value = int(constant[1])
+        fits = -(1 << 31) <= value < 1 << 31
+        return Source(SourceKind.CONSTANT, 0, width, value) if fits else None
+    memory = (_ARM_MEMORY if arm else _X86_MEMORY).fullmatch(where)
+    if memory is not None:
+        name, offset = (memory[1], memory[2]) if arm else (memory[2], memory[1])
+        word = _word(name, arm)
+        displacement = 0 if not offset or offset == "-" else int(offset)
+        if word is None or offset == "-" or not -(1 << 31) <= displacement < 1 << 31:
+            return None
+        return Source(SourceKind.WORD_MEMORY, word, width, displacement)
+    word = _word(where if arm else where.removeprefix("%"), arm)
+    if word is None or (not arm and not where.startswith("%")):
+        return None
+    return Source(SourceKind.WORD, word, width)
+
+
+def _word(name: str, arm: bool) -> int | None:
+    """Number of the word of struct pt_regs that holds a register, by any of its names."""
+    if arm:
+        number = re.fullmatch(r"[xw](\d+)", name)
+        if name == "sp":
+            return 31
+        return int(number[1]) if number and int(number[1]) < 31 else None
+    bare = re.sub(r"^(r\d+)[dwb]$", r"\1", name)  # r8d, r8w, r8b
+    if not re.fullmatch(r"r\d+", bare):
+        bare = re.sub(r"^[re](?=[a-z]{2}$)", "", bare)  # rax, eax
+        if re.fullmatch(r"[a-d]l", bare):
+            bare = bare[0] + "x"
+        bare = {"sil": "si", "dil": "di", "bpl": "bp", "spl": "sp"}.get(bare, bare)
+    return _X86_WORDS.index(bare) if bare in _X86_WORDS else None

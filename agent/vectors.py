@@ -62,13 +62,17 @@ class Vectors:
     receive_peers: U16
 
 
-def vectors_of(records: Records, starts: I64, lengths: I64, ignored: Bool) -> Vectors:
+def vectors_of(
+    records: Records, starts: I64, lengths: I64, ignored: Bool, unmoved: Bool | None = None
+) -> Vectors:
+    """``ignored``: records that stand for nothing. ``unmoved``: those that name a peer and move no
+    bytes now, since they only go into a graph."""
     n = len(starts)
     peer = records["peer"].astype(np.int64)
     ignored = ignored | (peer < 0) | (peer >= MAX_PEER)
     peer = np.where(ignored, 0, peer)
     amount = payload_bytes(records)
-    amount[ignored] = 0
+    amount[ignored if unmoved is None else ignored | unmoved] = 0
     sends = SENDS[records["func"]]
     operation = np.repeat(np.arange(n), lengths)
     width = int(peer.max()) + 1

@@ -9,16 +9,19 @@ drains were, sums over all windows equal sums over all records.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lanterne.agent import peer_waits
 from lanterne.agent.classify import Pairs
 from lanterne.agent.device import Device
 from lanterne.agent.events import (
     CAPTURED,
     U8,
     U16,
+    U64,
     Bool,
     CommTable,
     Operations,
@@ -26,7 +29,11 @@ from lanterne.agent.events import (
     empty_operations,
     scaled_bytes,
 )
+from lanterne.agent.kernel_rows import Facts
+from lanterne.agent.kernels import Kernels
 from lanterne.agent.roles import UNKNOWN, Roles, classify
+from lanterne.agent.splits import Splits
+from lanterne.agent.stages import StageColumns, columns
 from lanterne.agent.summaries import Summaries, summarize
 from lanterne.agent.vectors import (
     PeerBytes,
@@ -53,22 +60,37 @@ class WindowColumns:
     instances: Instances
     summaries: Summaries
     traffic: PeerBytes
+    # Of each row of `traffic`: receives that were timed, and their ns from the group's start.
+    receives: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    wait_ns: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    stages: StageColumns = field(default_factory=lambda: columns([]))
 
 
 class Windows:
     """Collects operations between two closes; not thread-safe."""
 
-    def __init__(self, slots: int, start_ns: int, *, patience: int = 5, max_waiting: int = 1 << 18):
+    def __init__(
+        self,
+        slots: int,
+        start_ns: int,
+        *,
+        patience: int = 5,
+        max_waiting: int = 1 << 18,
+        kernel_name: Callable[[int], str | None] = lambda _: None,
+    ):
         self._start_ns = start_ns
         self._patience = patience
         self._max_waiting = max_waiting
         self._roles = Roles(slots)
         self._pairs = Pairs(slots)
         self.device = Device(slots)
+        self.kernels = Kernels(slots, kernel_name)
+        self.splits = Splits()
         self._exchanging = np.zeros(slots, np.bool_)
         self._captured = np.zeros(slots, np.bool_)
         self._parts: list[Operations] = []
         self._peers: list[PeerBytes] = []
+        self._waits: list[peer_waits.PeerWaits] = []
         self._held = empty_operations()
         self._waiting: list[tuple[Operations, PeerBytes]] = []  # newest first
         self.unresolved = 0  # operations dropped because their communicator stayed unknown
@@ -78,6 +100,11 @@ class Windows:
             self._parts.append(operations)
         if peers is not None and len(peers):
             self._peers.append(peers)
+
+    def add_waits(self, waits: peer_waits.PeerWaits) -> None:
+        """How long this node's ranks waited for their peers, as plugins tell it."""
+        if len(waits):
+            self._waits.append(waits)
 
     @property
     def captured_slots(self) -> Bool:
@@ -89,11 +116,19 @@ class Windows:
         self._roles.forget(slots)
         self._pairs.forget(slots)
         self.device.forget(slots)
+        self.kernels.forget(slots)
+        self.splits.forget(slots)
         self._exchanging[slots] = False
         self._captured[slots] = False
 
     def close(
-        self, end_ns: int, stride: int, table: CommTable, *, final: bool = False
+        self,
+        end_ns: int,
+        stride: int,
+        table: CommTable,
+        *,
+        final: bool = False,
+        facts: Facts | None = None,
     ) -> WindowColumns:
         """Everything added since the last close; `final` also gives out what would be held."""
         self.add(self.device.replays(end_ns, final=final))
@@ -107,7 +142,7 @@ class Windows:
         op, every = classify(fresh, table.n_ranks[fresh.slot], self._exchanging[fresh.slot])
         self._exchanging[fresh.slot[every]] = True
         self._captured[fresh.slot[(fresh.flags & CAPTURED) != 0]] = True
-        fresh = replace(fresh, op=op)
+        fresh = self.splits.attach(replace(fresh, op=op))
         # A peer that the communicator does not have is a call that NCCL refuses.
         peers = take_peers(peers, peers.peer < table.n_ranks[peers.slot])
         traffic = merge_peers(join_peers([peers, equal_splits(fresh, table)]))
@@ -121,9 +156,20 @@ class Windows:
         self._held = operations.take(hold) if hold.any() else empty_operations()
         if hold.any():
             operations, role = operations.take(~hold), role[~hold]
+        self.kernels.note_calls(operations)
+        told = self.kernels.close(facts or Facts(), self.device.tells(), final=final)
         sent, sent_role, timed, timed_role = self.device.upgrade(
             operations, role, self._start_ns, final=final
         )
+        keep = ~self.kernels.replaced(sent)
+        sent = concatenate([sent.take(keep), told.replayed, told.called])
+        sent_role = np.concatenate([sent_role[keep], told.replayed_role, told.called_role])
+        timed = concatenate([timed, told.called])
+        timed_role = np.concatenate([timed_role, told.called_role])
+        operations = concatenate([operations, told.replayed])
+        role = np.concatenate([role, told.replayed_role])
+        traffic, receives, wait_ns = peer_waits.beside(traffic, self._waits, table)
+        self._waits = []
         window = WindowColumns(
             start_ns=self._start_ns,
             end_ns=end_ns,
@@ -131,6 +177,9 @@ class Windows:
             instances=_instances(sent, sent_role, stride),
             summaries=summarize(operations, role, timed, timed_role),
             traffic=traffic,
+            receives=receives,
+            wait_ns=wait_ns,
+            stages=told.stages,
         )
         self._start_ns = end_ns
         return window

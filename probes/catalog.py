@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 
 from .layout import CommKind, Flag, Func
-from .rows import MAX_ROWS, ROW, Field, SourceKind, Trait
+from .rows import MAX_ROWS, ROW, ContextCall, Field, SourceKind, Trait
 
 
 class Library(StrEnum):
@@ -27,6 +27,7 @@ class Library(StrEnum):
     DEEPEP = "deepep"
     NCCL_EP = "nccl_ep"
     PROFILER = "profiler"
+    PARCAGPU = "parcagpu"
 
 
 class Program(StrEnum):
@@ -45,9 +46,13 @@ class Program(StrEnum):
     SYNC = "sync"
     CAPTURE_BEGIN = "capture_begin"
     CAPTURE_END = "capture_end"
+    CONTEXT = "context"
+    SPLITS = "splits"
     MOE = "moe"
     MOE_NOTIFY = "moe_notify"
     DEVICE = "device"
+    CORRELATION = "correlation"
+    KERNEL = "kernel"
 
 
 # Program -> (BPF function at entry, BPF function at return).
@@ -65,9 +70,13 @@ PROGRAMS: Mapping[Program, tuple[str | None, str | None]] = {
     Program.SYNC: ("sync_entry", "sync_return"),
     Program.CAPTURE_BEGIN: (None, "capture_begin"),
     Program.CAPTURE_END: ("capture_end", None),
+    Program.CONTEXT: ("context_entry", "context_return"),
+    Program.SPLITS: ("alltoall_splits", None),
     Program.MOE: ("moe_entry", None),
     Program.MOE_NOTIFY: (None, "moe_notified"),
     Program.DEVICE: ("op_done", None),
+    Program.CORRELATION: ("cuda_correlation", None),
+    Program.KERNEL: ("kernel_executed", None),
 }
 
 
@@ -408,30 +417,56 @@ _CONNECT_BY_RANK_OFFSET = {0: 80, 8: 81}
 # ---------------------------------------------------------------- CUDA driver
 
 
-def _cuda(row_id: int, symbol: str, program: Program) -> Row:
-    return Row(row_id, Library.CUDA, symbol, program)
+def _cuda(row_id: int, symbol: str, program: Program, stream: Place | None = None) -> Row:
+    """`stream`: where the call has it; None: it names none."""
+    per_thread = Trait.PER_THREAD if symbol.endswith(("_ptsz", "_ptds")) else NO_TRAITS
+    fields = {} if stream is None else {Field.STREAM: stream}
+    return Row(row_id, Library.CUDA, symbol, program, traits=per_thread, fields=fields)
 
 
-_CUDA = (
-    _cuda(90, "cuLaunchKernel", Program.LAUNCH),
-    _cuda(91, "cuLaunchKernel_ptsz", Program.LAUNCH),
-    _cuda(92, "cuLaunchKernelEx", Program.LAUNCH),
-    _cuda(93, "cuLaunchKernelEx_ptsz", Program.LAUNCH),
-    _cuda(94, "cuGraphLaunch", Program.GRAPH_LAUNCH),
-    _cuda(95, "cuGraphLaunch_ptsz", Program.GRAPH_LAUNCH),
-    _cuda(96, "cuStreamSynchronize", Program.SYNC),
-    _cuda(97, "cuStreamSynchronize_ptsz", Program.SYNC),
-    _cuda(98, "cuEventSynchronize", Program.SYNC),
-    _cuda(99, "cuCtxSynchronize", Program.SYNC),
-    _cuda(100, "cuMemcpyDtoH_v2", Program.SYNC),
-    _cuda(101, "cuMemcpyDtoH_v2_ptds", Program.SYNC),
-    _cuda(102, "cuStreamBeginCapture_v2", Program.CAPTURE_BEGIN),
-    _cuda(103, "cuStreamBeginCapture_v2_ptsz", Program.CAPTURE_BEGIN),
-    _cuda(104, "cuStreamBeginCaptureToGraph", Program.CAPTURE_BEGIN),
-    _cuda(105, "cuStreamBeginCaptureToGraph_ptsz", Program.CAPTURE_BEGIN),
-    _cuda(106, "cuStreamEndCapture", Program.CAPTURE_END),
-    _cuda(107, "cuStreamEndCapture_ptsz", Program.CAPTURE_END),
-)
+def _context(row_id: int, symbol: str, call: ContextCall, **places: Place) -> Row:
+    fields = {Field[name.upper()]: place for name, place in places.items()}
+    return Row(row_id, Library.CUDA, symbol, Program.CONTEXT, call, fields=fields)
+
+
+def _cuda_rows() -> tuple[Row, ...]:
+    """A copy to the host waits on its default stream; an event and a context name no stream."""
+    a = argument
+    launch = Program.LAUNCH
+    return (
+        _cuda(90, "cuLaunchKernel", launch, a(8)),
+        _cuda(91, "cuLaunchKernel_ptsz", launch, a(8)),
+        _cuda(92, "cuLaunchKernelEx", launch, memory(0, 32)),
+        _cuda(93, "cuLaunchKernelEx_ptsz", launch, memory(0, 32)),
+        _cuda(108, "cuLaunchCooperativeKernel", launch, a(8)),
+        _cuda(109, "cuLaunchCooperativeKernel_ptsz", launch, a(8)),
+        _cuda(94, "cuGraphLaunch", Program.GRAPH_LAUNCH, a(1)),
+        _cuda(95, "cuGraphLaunch_ptsz", Program.GRAPH_LAUNCH, a(1)),
+        _cuda(96, "cuStreamSynchronize", Program.SYNC, a(0)),
+        _cuda(97, "cuStreamSynchronize_ptsz", Program.SYNC, a(0)),
+        _cuda(98, "cuEventSynchronize", Program.SYNC),
+        _cuda(99, "cuCtxSynchronize", Program.SYNC),
+        _cuda(100, "cuMemcpyDtoH_v2", Program.SYNC, constant(0)),
+        _cuda(101, "cuMemcpyDtoH_v2_ptds", Program.SYNC, constant(0)),
+        _cuda(102, "cuStreamBeginCapture_v2", Program.CAPTURE_BEGIN),
+        _cuda(103, "cuStreamBeginCapture_v2_ptsz", Program.CAPTURE_BEGIN),
+        _cuda(104, "cuStreamBeginCaptureToGraph", Program.CAPTURE_BEGIN),
+        _cuda(105, "cuStreamBeginCaptureToGraph_ptsz", Program.CAPTURE_BEGIN),
+        _cuda(106, "cuStreamEndCapture", Program.CAPTURE_END),
+        _cuda(107, "cuStreamEndCapture_ptsz", Program.CAPTURE_END),
+        _context(114, "cuDevicePrimaryCtxRetain", ContextCall.MADE, slot=a(0), rank=a(1, 4)),
+        _context(115, "cuCtxCreate_v2", ContextCall.ENTERED, slot=a(0), rank=a(2, 4)),
+        _context(116, "cuCtxCreate_v3", ContextCall.ENTERED, slot=a(0), rank=a(4, 4)),
+        _context(117, "cuCtxCreate_v4", ContextCall.ENTERED, slot=a(0), rank=a(3, 4)),
+        _context(118, "cuCtxSetCurrent", ContextCall.SET, comm=a(0)),
+        _context(119, "cuCtxPushCurrent_v2", ContextCall.PUSHED, comm=a(0)),
+        _context(120, "cuCtxPopCurrent_v2", ContextCall.POPPED),
+        _context(121, "cuCtxDestroy_v2", ContextCall.ENDED, comm=a(0)),
+        _context(122, "cuCtxGetDevice", ContextCall.ASKED, slot=a(0)),
+    )
+
+
+_CUDA = _cuda_rows()
 
 # ---------------------------------------------------------------- expert-parallel libraries
 

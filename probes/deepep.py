@@ -1,4 +1,4 @@
-"""DeepEP's launchers as probe points, derived from their mangled names.
+"""Launchers of DeepEP, NIXL EP and Mooncake EP as probe points, derived from their mangled names.
 
 DeepEP has no stable ABI: parameters come and go between builds. What stays is how they stand to
 each other, and a mangled name lists every parameter's type. So values are found by counting:
@@ -11,6 +11,11 @@ each other, and a mangled name lists every parameter's type. So values are found
   experts and two strides; worst tokens is there when the run has eight. hidden counts 16 bytes.
 - normal combine: the first run of ints is sent tokens, combined tokens, hidden, top k.
 - normal: the last two ints before the stream are rank and ranks.
+
+NIXL EP (nixl_ep) has DeepEP's order of parameters, with ep_kernels in the place of internode_ll,
+and its own context behind all others, by pointer or by value. Mooncake EP (mooncake) has the low
+latency kernels alone, without the int about cleaning: a run of seven, or of eleven where four about
+RDMA follow.
 
 A name whose parameters do not fit is no probe point: nothing is guessed. Kernel stubs have the same
 prefix and template arguments behind it: they do not match.
@@ -27,12 +32,17 @@ from .layout import Flag, Func
 from .rows import Field, Trait
 
 PATTERN = re.compile(
-    rb"_ZN7deep_ep(?:6legacy)?(?:"
+    rb"_ZN(?:7deep_ep(?:6legacy)?(?:"
     rb"12internode_ll(?:8dispatch|7combine|20combine_overlappable)"
     rb"|9intranode(?:8dispatch|7combine|15notify_dispatch)"
-    rb"|9internode(?:8dispatch|7combine|15notify_dispatch))E[A-Za-z0-9_]+"
+    rb"|9internode(?:8dispatch|7combine|15notify_dispatch))"
+    rb"|7nixl_ep(?:10ep_kernels(?:8dispatch|7combine)"
+    rb"|9internode(?:8dispatch|7combine|15notify_dispatch))"
+    rb"|8mooncake(?:8dispatch|7combine))E[A-Za-z0-9_]+"
 )
-_SCOPE = re.compile(r"deep_ep::(?:legacy::)?(\w+)::(\w+)")
+_SCOPE = re.compile(r"(?:(?:deep_ep::(?:legacy::)?|nixl_ep::)(\w+)|mooncake)::(\w+)")
+_LOW_LATENCY = ("internode_ll", "ep_kernels")
+_MOONCAKE_RUNS = (7, 11)
 _ENUMS = frozenset({"cudaDataType_t", "cudaDataType"})
 _INTEGERS = frozenset({"long", "unsigned int", "unsigned long", "long long", "unsigned long long"})
 _FLOATS = frozenset({"float", "double"})
@@ -43,7 +53,9 @@ _ELEMENT = 2  # tokens are bfloat16 wherever a launcher does not say otherwise
 
 # One parameter without template arguments and function types, the length of a class's name last:
 # what a demangler makes of those can be exponentially larger than the name.
-_PARAMETER = re.compile(r"[PRK]{0,6}(?:[a-z]|S[0-9A-Z]{0,2}_|(?P<length>\d{1,2}))")
+_PARAMETER = re.compile(
+    r"[PRK]{0,6}(?:[a-z]|S[0-9A-Z]{0,2}_|(?P<length>\d{1,2})|NS_(?P<inner>\d{1,2}))"
+)
 _LONGEST = 512
 
 
@@ -65,7 +77,10 @@ def _kinds(symbol: str) -> tuple[str, str, str]:
     scope = _SCOPE.fullmatch(str(tree.name))
     if scope is None:
         raise _UnknownError
-    return scope[1], scope[2], "".join(_kind(parameter) for parameter in tree.arg_tys)
+    parameters = list(tree.arg_tys)
+    if parameters and parameters[-1].kind in ("name", "qual_name"):
+        parameters.pop()  # a class by value behind all others moves none of them
+    return scope[1] or "mooncake", scope[2], "".join(map(_kind, parameters))
 
 
 def _is_simple(symbol: str) -> bool:
@@ -78,7 +93,11 @@ def _is_simple(symbol: str) -> bool:
         parameter = _PARAMETER.match(symbol, at)
         if parameter is None:
             return False
-        at = parameter.end() + int(parameter["length"] or 0)
+        at = parameter.end() + int(parameter["length"] or parameter["inner"] or 0)
+        if parameter["inner"]:
+            if symbol[at : at + 1] != "E":
+                return False
+            at += 1
     return at == len(symbol)
 
 
@@ -134,6 +153,27 @@ def _low_latency(function: str, kinds: str) -> dict[Field, Place]:
     return fields | {Field.UNIT: constant(_ELEMENT), Field.STREAM: argument(stream)}
 
 
+def _mooncake(function: str, kinds: str) -> dict[Field, Place]:
+    start, length = _first_run(kinds, min(_MOONCAKE_RUNS))
+    stream = _stream(kinds)
+    phases = kinds.find("i", stream)
+    if length not in _MOONCAKE_RUNS or phases < 0:
+        raise _UnknownError
+    fields = _ints(
+        (Field.COUNT, start),
+        (Field.SCALE, start + 1),
+        (Field.TOP_K, start + 3),
+        (Field.RANK, start + 5),
+        (Field.N_RANKS, start + 6),
+        (Field.PHASES, phases),
+    )
+    if function == "dispatch":
+        if kinds[start + 7] != "b":
+            raise _UnknownError
+        fields[Field.HALVED] = argument(start + 7, 4)
+    return fields | {Field.UNIT: constant(_ELEMENT), Field.STREAM: argument(stream)}
+
+
 def _rank_before_stream(kinds: str, stream: int) -> dict[Field, Place]:
     ints = [index for index in range(stream) if kinds[index] == "i"]
     if len(ints) < 2 or ints[-1] != ints[-2] + 1:
@@ -174,8 +214,10 @@ def derive(symbol: str) -> Row | None:
             return Row(0, Library.DEEPEP, symbol, Program.MOE_NOTIFY)
         dispatch = function == "dispatch"
         traits = Trait.EXPERTS
-        if scope == "internode_ll":
+        if scope in _LOW_LATENCY:
             fields = _low_latency(function, kinds)
+        elif scope == "mooncake":
+            fields = _mooncake(function, kinds)
         elif dispatch:
             fields = _normal_dispatch(scope, kinds)
             traits |= Trait.NOTIFIED

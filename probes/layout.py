@@ -65,13 +65,13 @@ COMM_EVENT = np.dtype(
 DEVICE = np.dtype([("tgid", "<u4"), ("tid", "<u4"), *((n, OP[n]) for n in OP.names or ())])
 
 SYNC_BINS = 32
+CUDA_KEY = np.dtype([("tgid", "<u4"), ("device", "<u2"), ("stream", "u1"), ("pad", "u1")])
 CUDA = np.dtype(
     [
         ("launches", "<u8"),
         ("graph_launches", "<u8"),
         ("syncs", "<u8"),
         ("sync_ns", "<u8"),
-        ("captured_ops", "<u8"),
         ("sync_bins", "<u8", (SYNC_BINS,)),
     ]
 )
@@ -91,6 +91,9 @@ COUNTERS = (
     "device_submitted",
     "lost_device_ring",
     "lost_device_version",
+    "kernels_submitted",
+    "lost_kernel_ring",
+    "lost_kernel_names",
 )
 
 
@@ -105,6 +108,16 @@ class Flag(IntFlag):
     SYNCED = 32
     FIRST = 64
     BYTES = 128
+
+
+class Stream(IntEnum):
+    """CUDA_KEY.stream: kinds of stream."""
+
+    NONE = 0
+    LEGACY = 1
+    PER_THREAD = 2
+    NAMED = 3
+    UNREAD = 4
 
 
 class CommKind(IntEnum):
@@ -156,4 +169,5 @@ class Func(IntEnum):
     DISPATCH = 35
     COMBINE = 36
     REDUCE_SCATTER_V = 37
+    SPLITS = 38
     UNKNOWN = 255

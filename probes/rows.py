@@ -20,6 +20,8 @@ class SourceKind(IntEnum):
     MEMORY = 4
     CHAIN = 5
     CONSTANT = 6
+    WORD = 7
+    WORD_MEMORY = 8
 
 
 class Field(IntEnum):
@@ -59,6 +61,19 @@ class Trait(IntFlag):
     EXPERTS = 16
     NOTIFIED = 32
     TENSOR = 64
+    PER_THREAD = 128
+
+
+class ContextCall(IntEnum):
+    """ROW.func of a row about CUDA contexts."""
+
+    MADE = 1
+    ENTERED = 2
+    SET = 3
+    PUSHED = 4
+    POPPED = 5
+    ENDED = 6
+    ASKED = 7
 
 
 SOURCE = np.dtype(
@@ -91,9 +106,12 @@ THREAD = np.dtype(
         ("launches", "<u4"),
         ("group", "<u4"),
         ("depth", "<u4"),
-        ("capture", "<u4"),
+        ("capture", "<u2"),
+        ("sync_stream", "u1"),
+        ("pad", "u1"),
         ("pending", "<u4"),
-        ("pad", "<u4"),
+        ("device", "<u2"),
+        ("under", "<u2"),
         ("notified_ns", "<u8"),
     ]
 )
@@ -110,8 +128,23 @@ COMM = np.dtype(
     ]
 )
 
+PROCESS = np.dtype(
+    [
+        ("tgid", "<u8"),
+        ("open", "<u8"),
+        ("replays", "<u4"),
+        ("seen", "<u4"),
+        ("launches", "<u8"),
+        ("steps", "<u8"),
+        ("silent_steps", "<u8"),
+        ("replay_steps", "<u8"),
+        ("captured_ops", "<u8"),
+    ]
+)
+
 MAX_THREADS = 16384
 MAX_COMMS = 16384
+MAX_PROCESSES = 4096
 MAX_ROWS = 256
 DERIVED_ROWS = 128  # from here on: rows that are derived from a library's own symbols
 MAX_PEERS = 64

@@ -54,12 +54,19 @@ static inline void tell_first_use(u64 now, u64 id, u64 comm, struct lanterne_com
 	count(LANTERNE_N_COMM_SUBMITTED);
 }
 
-static inline void count_captured(u32 tgid)
+/* A collective of a process that uses CUDA, for its steps. */
+static inline void note_collective(u32 tgid, bool captured)
 {
-	struct lanterne_cuda *p = cuda.lookup(&tgid);
+	struct lanterne_process *p = process_of(tgid);
 
-	if (p)
+	if (!p)
+		return;
+	if (captured) {
 		__sync_fetch_and_add(&p->captured_ops, 1);
+	} else if (!p->seen) {
+		p->seen = 1;
+		p->open = 1;
+	}
 }
 
 /* The fields that come from the thread's state, and what the record does to that state. */
@@ -70,10 +77,10 @@ static inline void fill_from_thread(struct lanterne_record *r, struct lanterne_t
 	r->group = t->group;
 	if (t->depth)
 		flags |= LANTERNE_F_GROUP;
-	if (t->capture) {
+	if (t->capture)
 		flags |= LANTERNE_F_CAPTURE;
-		count_captured(r->tgid);
-	}
+	if (!(flags & LANTERNE_F_BLOCKING)) /* not gloo's, on CPUs */
+		note_collective(r->tgid, t->capture != 0);
 	r->sync_age_us = 0;
 	r->sync_blocked_us = 0;
 	if (t->sync_return_ns) {

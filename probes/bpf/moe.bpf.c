@@ -57,8 +57,8 @@ static inline int read_place(const struct arguments *a, struct lanterne_row *row
 	return *size > MAX_SIZE ? -1 : 0;
 }
 
-/* Bytes of the tokens that go in: tokens * hidden * element size. */
-static inline u64 payload(const struct arguments *a, struct lanterne_row *row)
+/* Bytes of the tokens that go in: tokens * hidden * element size; *token: of one of them. */
+static inline u64 payload(const struct arguments *a, struct lanterne_row *row, s32 *token)
 {
 	u64 tokens, hidden, unit;
 
@@ -72,6 +72,8 @@ static inline u64 payload(const struct arguments *a, struct lanterne_row *row)
 		return 0;
 	if (row->source[LANTERNE_HALVED].kind && field32(a, row, LANTERNE_HALVED) & 0xff)
 		unit >>= 1;
+	if (hidden * unit && hidden * unit < 1u << 31)
+		*token = (s32)(hidden * unit);
 	return tokens * hidden * unit;
 }
 
@@ -91,6 +93,8 @@ static inline void fill_from_tensor(struct lanterne_record *r, u64 tensor)
 	    bpf_probe_read_user(&hidden, 8, (void *)(head[5] + 8 * (dimensions - 1))))
 		goto lost;
 	r->count = dimensions > 1 ? tokens * hidden : tokens;
+	if (dimensions > 1 && hidden && hidden < 1u << 31)
+		r->peer = (s32)hidden;
 	r->dtype = (u8)(head[1] >> 32);
 	return;
 lost:
@@ -125,6 +129,7 @@ int moe_entry(struct pt_regs *ctx)
 	struct arguments a;
 	bool fresh = false;
 	u32 rank, size, seq, top_k;
+	s32 token = -1;
 
 	if (!row)
 		return 0;
@@ -171,7 +176,8 @@ int moe_entry(struct pt_regs *ctx)
 		if (!fetch(&a, &row->source[LANTERNE_COUNT], &tensor))
 			fill_from_tensor(r, tensor);
 	} else {
-		r->count = payload(&a, row);
+		r->count = payload(&a, row, &token);
+		r->peer = token;
 	}
 	if (row->traits & LANTERNE_R_NOTIFIED)
 		fill_wait(r, row, &a, t);

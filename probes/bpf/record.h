@@ -28,6 +28,11 @@
  * its own. The call's record (func AllToAllV, count = all bytes sent) follows at return with the
  * same seq and group, without LANTERNE_F_GROUP.
  *
+ * PyTorch's split sizes are a record of func Splits, which is no operation: comm is the process
+ * group's object, count the rows that it sends in all, stream those that it receives, peer its rank,
+ * seq its size. The peer of a dispatch or combine is the bytes of one token, or, of NCCL EP, its
+ * elements; -1: unknown.
+ *
  * count follows NCCL's API also for gloo's bytes: per rank for all-gather and gather, per peer for
  * all-to-all and scatter. What could not be read is 0 (count, stream), 255 (dtype), -1 (peer).
  */
@@ -128,17 +133,35 @@ enum lanterne_counter {
 	LANTERNE_N_DEVICE_SUBMITTED, /* records submitted to the device ring */
 	LANTERNE_N_LOST_DEVICE_RING, /* device ring full */
 	LANTERNE_N_LOST_DEVICE_VERSION, /* told by a plugin of another version than the agent's */
+	LANTERNE_N_KERNELS_SUBMITTED, /* records submitted to the ring of kernels */
+	LANTERNE_N_LOST_KERNEL_RING, /* ring of kernels full */
+	LANTERNE_N_LOST_KERNEL_NAMES, /* no room for one more kernel's name, or for one more process */
 	LANTERNE_N_COUNTERS,
 };
 
-/* Per-process CUDA activity, read by the agent once a window; never one record per launch. */
+/* Kinds of stream. The legacy default stream is 0 or 1 at the plain entries; 2 is the per-thread
+ * one, and so is 0 at the _ptsz and _ptds entries. */
+#define LANTERNE_STREAM_NONE       0 /* the call names none: an event, a context */
+#define LANTERNE_STREAM_LEGACY     1
+#define LANTERNE_STREAM_PER_THREAD 2
+#define LANTERNE_STREAM_NAMED      3
+#define LANTERNE_STREAM_UNREAD     4 /* in user memory that could not be read */
+
+/* CUDA activity of one process on one device and kind of stream, read by the agent once a window;
+ * never one record per launch. device: ordinal in the process + 1; 0: not known. */
+struct lanterne_cuda_key {
+	__u32 tgid;
+	__u16 device;
+	__u8 stream; /* LANTERNE_STREAM_* */
+	__u8 pad;
+};
+
 #define LANTERNE_SYNC_BINS 32
 struct lanterne_cuda {
 	__u64 launches;
 	__u64 graph_launches;
 	__u64 syncs;
 	__u64 sync_ns;
-	__u64 captured_ops;              /* collectives recorded into graphs */
 	__u64 sync_bins[LANTERNE_SYNC_BINS]; /* bin b counts durations in [2^b, 2^(b+1)) ns; last: more */
 };
 

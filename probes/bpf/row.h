@@ -11,6 +11,10 @@
 #define LANTERNE_S_MEMORY     4 /* *(register + first) */
 #define LANTERNE_S_CHAIN      5 /* *(*(register + first) + second) */
 #define LANTERNE_S_CONSTANT   6 /* first */
+/* Operands of a USDT note: `reg` is the number of an 8-byte word of struct pt_regs, any of them, and
+ * `width` may be 1 or 2 as well. */
+#define LANTERNE_S_WORD       7 /* the word */
+#define LANTERNE_S_WORD_MEMORY 8 /* *(word + first) */
 
 struct lanterne_source {
 	__u8 kind;
@@ -55,6 +59,16 @@ enum lanterne_field {
 #define LANTERNE_R_EXPERTS  (1 << 4) /* no communicator in the arguments: rank and size name it */
 #define LANTERNE_R_NOTIFIED (1 << 5) /* the host has waited for all ranks since notify_dispatch */
 #define LANTERNE_R_TENSOR   (1 << 6) /* COUNT is an ncclEpTensor_t pointer */
+#define LANTERNE_R_PER_THREAD (1 << 7) /* stream 0 is the thread's own default stream */
+
+/* `func` of a row about CUDA contexts. SLOT is where the call stores what it makes. */
+#define LANTERNE_X_MADE    1 /* context of device RANK, stored at SLOT */
+#define LANTERNE_X_ENTERED 2 /* the same, and now the thread's current one, pushed */
+#define LANTERNE_X_SET     3 /* context COMM is the thread's current one, in place of the last */
+#define LANTERNE_X_PUSHED  4 /* the same, on top of the last */
+#define LANTERNE_X_POPPED  5
+#define LANTERNE_X_ENDED   6 /* context COMM is gone */
+#define LANTERNE_X_ASKED   7 /* the device of the current context is stored at SLOT, 4 bytes */
 
 struct lanterne_row {
 	__u8 func;   /* layout.Func, or LANTERNE_C_* of a communicator row */
@@ -76,9 +90,12 @@ struct lanterne_thread {
 	__u32 launches;       /* since sync_return_ns */
 	__u32 group;          /* number of the outermost group; 0: none open */
 	__u32 depth;
-	__u32 capture;        /* open stream captures */
+	__u16 capture;        /* open stream captures */
+	__u8 sync_stream;     /* LANTERNE_STREAM_* of the synchronise call under way */
+	__u8 pad;
 	__u32 pending;        /* communicators created in the open group */
-	__u32 pad;
+	__u16 device;         /* of the current context: CUdevice + 1; 0: not known */
+	__u16 under;          /* of the context below it */
 	__u64 notified_ns;    /* return of notify_dispatch; 0: none, or its dispatch has begun */
 };
 
@@ -93,11 +110,29 @@ struct lanterne_comm {
 	__s32 rank;
 };
 
+/* Steps of one process that uses CUDA. A step goes from one boundary to the next, if anything was
+ * launched or called in between; boundaries are the return of a synchronise call on a thread that
+ * has launched something since its last one, and the launch of a graph behind that of another. What
+ * is recorded into a graph runs later and belongs to no step. */
+struct lanterne_process {
+	__u64 tgid;         /* 0: free */
+	__u64 open;         /* 1: something was launched or called in the step */
+	__u32 replays;      /* 1: a graph was launched in it */
+	__u32 seen;         /* 1: a collective was seen in it */
+	__u64 launches;     /* of kernels and graphs; the bins of `cuda` tell them apart */
+	__u64 steps;
+	__u64 silent_steps; /* of them, without a collective that was seen */
+	__u64 replay_steps; /* of these, with the launch of a graph */
+	__u64 captured_ops; /* collectives recorded into graphs */
+};
+
 _Static_assert(sizeof(struct lanterne_thread) == 64, "rows.THREAD mirrors this");
 _Static_assert(sizeof(struct lanterne_comm) == 40, "rows.COMM mirrors this");
+_Static_assert(sizeof(struct lanterne_process) == 64, "rows.PROCESS mirrors this");
 
 #define LANTERNE_THREADS 16384 /* sets of 4 */
 #define LANTERNE_COMMS   16384 /* sets of 4 */
+#define LANTERNE_PROCESSES 4096 /* sets of 4 */
 #define LANTERNE_ROWS    256
 #define LANTERNE_PEERS   64    /* peers of one call that are told, at most */
 #define LANTERNE_PENDING 64    /* communicators created in one group that are looked at again */

@@ -20,9 +20,10 @@ BPF_RINGBUF_OUTPUT(comm_ring, LANTERNE_COMM_RING_PAGES);
 BPF_ARRAY(rows, struct lanterne_row, LANTERNE_ROWS);
 BPF_F_TABLE("array", u32, struct lanterne_thread, threads, LANTERNE_THREADS, MMAPABLE);
 BPF_F_TABLE("array", u32, struct lanterne_comm, comms, LANTERNE_COMMS, MMAPABLE);
-BPF_PERCPU_ARRAY(counters, u64, 16);
+BPF_PERCPU_ARRAY(counters, u64, 32);
 BPF_ARRAY(group_number, u64, 1);
-BPF_HASH(cuda, u32, struct lanterne_cuda, 4096);
+BPF_F_TABLE("array", u32, struct lanterne_process, processes, LANTERNE_PROCESSES, MMAPABLE);
+BPF_HASH(cuda, struct lanterne_cuda_key, struct lanterne_cuda, 8192);
 
 /* A bound of a loop, read from memory in every round. Otherwise the compiler takes the minimum of
  * both bounds and compares with !=, where verifiers before 6.8 see no end; and with a bound in a
@@ -65,6 +66,43 @@ static inline struct lanterne_thread *thread_of(u64 id)
 	if (t && t->id == id)
 		return t;
 	return claim_thread(id, base);
+}
+
+static inline struct lanterne_process *claim_process(u32 tgid, u32 base)
+{
+	struct lanterne_process *p;
+	u32 at;
+	u64 was;
+
+	for (u32 way = 1; way < 4; way++) {
+		at = base | way;
+		p = processes.lookup(&at);
+		if (p && p->tgid == tgid)
+			return p;
+	}
+	for (u32 way = 0; way < 4; way++) {
+		at = base | way;
+		p = processes.lookup(&at);
+		if (!p)
+			return NULL;
+		if (p->tgid)
+			continue;
+		was = __sync_val_compare_and_swap(&p->tgid, 0, tgid);
+		if (!was || was == tgid)
+			return p;
+	}
+	count(LANTERNE_N_LOST_CUDA);
+	return NULL;
+}
+
+static inline struct lanterne_process *process_of(u32 tgid)
+{
+	u32 base = (tgid << 2) & (LANTERNE_PROCESSES - 1);
+	struct lanterne_process *p = processes.lookup(&base);
+
+	if (p && p->tgid == tgid)
+		return p;
+	return claim_process(tgid, base);
 }
 
 static inline u64 comm_key(u32 tgid, u64 comm)

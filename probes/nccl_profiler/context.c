@@ -30,6 +30,8 @@ static void renew(struct context *c, uint64_t hash, int rank, int ranks) {
   c->calibration = (struct calibration){0};
   c->finished = c->dropped = c->passed = 0;
   memset(&c->done_enqueue, 0, sizeof(c->done_enqueue));
+  memset(c->peers, 0, sizeof(c->peers));
+  c->peers_since_ns = 0;
   numbering_reset(&c->numbering);
   c->live = true;
 }

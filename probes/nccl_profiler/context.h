@@ -4,7 +4,8 @@
  * Neither is ever freed, only used again, so a handle can always be looked at: NCCL's proxy thread
  * may stop an event after the communicator is gone. A handle is the slot's address with the kind
  * and a generation in its low bits; a slot that was given back has moved on to another generation,
- * and what comes with the old one is ignored. */
+ * and what comes with the old one is ignored. Above the address (48 bits) is the peer that a task of
+ * a group receives from, plus one; 0: none, or not of interest. */
 #ifndef LANTERNE_CONTEXT_H
 #define LANTERNE_CONTEXT_H
 
@@ -16,7 +17,7 @@
 #include "lanterne_usdt.h"
 #include "number.h"
 
-enum { SLOT_BYTES = 256, MAX_CONTEXTS = 4096 };
+enum { SLOT_BYTES = 256, MAX_CONTEXTS = 4096, PEERS_MOST = 64, PEER_SHIFT = 48 };
 
 /* What a handle stands for. The last four are no slots, only numbers in a pointer. */
 enum kind {
@@ -46,6 +47,12 @@ struct op {
 } __attribute__((aligned(SLOT_BYTES)));
 _Static_assert(sizeof(struct op) == SLOT_BYTES, "the low eight bits of a handle are free");
 
+/* How long receives of groups took since it was last told, by sender. */
+struct peer_wait {
+  uint64_t wait_ns;
+  uint32_t receives;
+};
+
 struct context {
   pthread_mutex_t lock; /* held for a few dozen instructions, never around a probe */
   struct context *next_free;
@@ -65,6 +72,8 @@ struct context {
     uint64_t latest, earlier, settled, since_ns; /* see settle.c */
   } done_enqueue;
   struct numbering numbering;
+  struct peer_wait peers[PEERS_MOST];
+  uint64_t peers_since_ns; /* when they were told last */
 };
 
 struct context *context_take(uint64_t hash, int rank, int ranks, unsigned capacity);
@@ -80,7 +89,12 @@ void *handle_number(uint64_t number, enum kind kind); /* 56 bits */
 static inline enum kind kind_of(const void *handle) { return (enum kind)((uintptr_t)handle & 7); }
 static inline uint64_t number_of(const void *handle) { return (uintptr_t)handle >> 8; }
 static inline struct op *slot_of(const void *handle) {
-  return (struct op *)((uintptr_t)handle & ~(uintptr_t)(SLOT_BYTES - 1));
+  uintptr_t address = (uintptr_t)handle & (((uintptr_t)1 << PEER_SHIFT) - 1);
+  return (struct op *)(address & ~(uintptr_t)(SLOT_BYTES - 1));
+}
+static inline unsigned peer_bits(const void *handle) { return (uintptr_t)handle >> PEER_SHIFT; }
+static inline void *with_peer(void *handle, unsigned bits) {
+  return (void *)((uintptr_t)handle | (uintptr_t)bits << PEER_SHIFT);
 }
 static inline bool is_slot(const void *handle) {
   return (uintptr_t)handle >= SLOT_BYTES && kind_of(handle) <= KIND_KERNEL;

@@ -10,6 +10,7 @@
 #include "mask.h"
 #include "names.h"
 #include "options.h"
+#include "peers.h"
 #include "probes.h"
 #include "settle.h"
 
@@ -161,6 +162,7 @@ static void *start_p2p(struct context *c, const struct descriptor *d) {
   if (op) {
     bytes = add_task(c, op, d, send);
     handle = handle_of(op, group ? KIND_MEMBER : KIND_OP);
+    if (group && !send) handle = with_peer(handle, peers_bits(c, d->p2p.peer));
     seen = op->out;
   }
   unlock(c);
@@ -183,7 +185,7 @@ static void *start_kernel(struct context *c, const struct descriptor *d) {
     if (!op->started || timer < op->gpu_start) op->gpu_start = timer;
     op->started++;
     op->active_ns = now;
-    handle = handle_of(op, KIND_KERNEL);
+    handle = with_peer(handle_of(op, KIND_KERNEL), peer_bits(d->parent));
   }
   unlock(c);
   return handle;
@@ -217,13 +219,16 @@ static void stop(struct context *c, struct op *op, enum kind kind, struct outbox
 
 void event_stop(void *handle) {
   struct outbox out = {.count = 0};
+  struct peer_report report = {.ranks = 0};
   if (!is_slot(handle) || kind_of(handle) == KIND_MEMBER) return;
   struct context *c = slot_of(handle)->owner;
   lock(c);
   struct op *op = op_find(c, handle);
   if (op) stop(c, op, kind_of(handle), &out);
+  if (peer_bits(handle)) peers_take(c, host_ns(), &report);
   unlock(c);
   tell(&out);
+  peers_tell(&report);
 }
 
 void event_state(void *handle, int state, const uint64_t *arguments) {
@@ -236,6 +241,7 @@ void event_state(void *handle, int state, const uint64_t *arguments) {
   if (op) op->active_ns = now;
   if (op && timer >= op->gpu_start) {
     if (timer > op->gpu_stop) op->gpu_stop = timer;
+    peers_add(c, peer_bits(handle), timer - op->gpu_start);
     calibrate(&c->calibration, now, timer);
   } else if (op) {
     op->bad_stops++; /* a zero has been seen on real GPUs */

@@ -4,7 +4,8 @@
  * USDT provider `lanterne`, in libnccl-profiler-lanterne.so:
  *
  *   comm_init(hash, rank, n_ranks, n_nodes, name)    name: C string, may be NULL
- *   op_done(op, bytes)                               struct lanterne_op *, sizeof(*op)
+ *   op_done(op, bytes)                               struct lanterne_op *, sizeof(*op); with func
+ *                                                    LANTERNE_FUNC_PEER_WAIT a sum, see below
  *   p2p_task(hash, rank, seq, peer, bytes, is_send)  each send and receive, when it is launched
  *   comm_end(hash, rank, finished, dropped)
  *
@@ -32,6 +33,12 @@
 /* func: ncclFunc_t of NCCL 2.29 and later, and two of our own. */
 #define LANTERNE_FUNC_P2P_GROUP 34  /* the sends and receives of one launch */
 #define LANTERNE_FUNC_UNKNOWN   255
+
+/* Not an operation: about twice a second, for each peer that this rank has received from in groups
+ * of sends and receives, on communicators of at most 64 ranks. seq: channels that have received
+ * from it since this was last told; bytes_received: nanoseconds from the group's start until these
+ * had all of it, summed; peer: the sender; start_ns and stop_ns: from and until when. */
+#define LANTERNE_FUNC_PEER_WAIT 253
 
 /* One operation that the GPU has left. 96 bytes. */
 struct lanterne_op {

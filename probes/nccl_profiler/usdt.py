@@ -15,6 +15,10 @@ PROVIDER = "lanterne"
 PROBES = ("comm_init", "op_done", "p2p_task", "comm_end")
 OP_VERSION = 1
 
+# OP.func of a row that is a sum and no operation: how long this rank waited for `peer`. Then `seq`
+# is the number of receives, `bytes_received` their nanoseconds since the group's start, summed.
+PEER_WAIT = 253
+
 # Argument 1 of op_done points at one of these, argument 2 is its size.
 OP = np.dtype(
     [

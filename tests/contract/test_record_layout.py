@@ -17,6 +17,8 @@ STRUCTS = {
     "lanterne_record": layout.RECORD,
     "lanterne_comm_event": layout.COMM_EVENT,
     "lanterne_cuda": layout.CUDA,
+    "lanterne_cuda_key": layout.CUDA_KEY,
+    "lanterne_process": rows.PROCESS,
     "lanterne_source": rows.SOURCE,
     "lanterne_row": rows.ROW,
     "lanterne_thread": rows.THREAD,

@@ -36,8 +36,8 @@ class Switch:
         return {}
 
     def counts(self, pid: int) -> Answer:
-        row = self._programs.cuda().get(pid)
-        return {name: int(row[name]) if row is not None else 0 for name in COUNTS}
+        use = self._programs.cuda().get(pid)
+        return {name: getattr(use, name) if use is not None else 0 for name in COUNTS}
 
 
 def main(arguments: list[str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,17 +82,14 @@ def addresses(context: Context, symbols: set[str]) -> Result:
 
 
 def counts(context: Context) -> Result:
-    """By the agent where it reports the process, else read from the probes' own map."""
-    if context.host.libnccl:
-        context.watch.start_agent()
-        with context.driver("counts") as driver:
-            context.watch.wait_attached("cuda", "nccl")
-            driver.ask("create")
-            context.watch.wait_seen(driver.pid)
-            return _counted(driver, _by_agent(context, driver), "agent")
-    with attacher(context) as switch, context.driver("counts") as driver:
-        switch.ask("attach")
-        return _counted(driver, lambda _: switch.ask("counts", pid=driver.pid), "map")
+    """By the agent's reports of a process that holds no communicator."""
+    context.watch.start_agent()
+    with context.driver("counts", nccl=False) as driver:
+        context.watch.wait_attached("cuda")
+        driver.ask("launch", api="cuLaunchKernel", times=1)
+        context.watch.wait_seen(driver.pid)
+        driver.ask("current")  # with the probes in place: now they know the device
+        return _counted(context, driver)
 
 
 def attacher(context: Context) -> Asked:
@@ -110,10 +109,12 @@ def _by_agent(context: Context, process: Asked) -> Counts:
     return read
 
 
-def _counted(driver: Asked, read: Counts, by: str) -> Result:
+def _counted(context: Context, driver: Asked) -> Result:
+    read = _by_agent(context, driver)
     driver.ask("launch", api="cuLaunchKernel", times=10)
     driver.ask("capture", nodes=NODES)
-    before = read(int(driver.ask("sync", api="cuStreamSynchronize", times=1)["end_ns"]))
+    began = int(driver.ask("sync", api="cuStreamSynchronize", times=1)["end_ns"])
+    before, bins = read(began), context.watch.bins(driver.pid, began)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
     absent: list[str] = []
@@ -129,9 +130,23 @@ def _counted(driver: Asked, read: Counts, by: str) -> Result:
         if seen != wanted:
             problems.append(f"{times} times {api} moved {seen}")
         before = after
+    moved = context.watch.bins(driver.pid, time.monotonic_ns()) - bins
+    if moved != _expected_bins(rows):
+        problems.append(f"by device, stream and counter {dict(moved)}")
     total = sum(row["made"] for row in rows)
     detail = f"{total} calls through {len(rows)} functions, each counted once"
-    return judged(problems, detail, by=by, phases=rows, absent=absent)
+    return judged(problems, detail, phases=rows, absent=absent,
+                  bins={"/".join(key): number for key, number in moved.items()})  # fmt: skip
+
+
+def _expected_bins(rows: list[dict[str, Any]]) -> Counter[tuple[str, str, str]]:
+    """The driver has one device and one stream; events and contexts name no stream."""
+    expected: Counter[tuple[str, str, str]] = Counter()
+    moves = {api: counter for _, api, _, counter in PHASES}
+    for row in rows:
+        stream = "none" if row["api"].startswith(("cuEvent", "cuCtx")) else "named"
+        expected["0", stream, moves[row["api"]]] += row["made"]
+    return expected
 
 
 TORCH_PHASES = (
@@ -147,16 +162,13 @@ def torch_counts(context: Context) -> Result:
     """The same through PyTorch: its runtime gets at libcuda by cuGetProcAddress."""
     if not context.host.torch:
         return skipped("this Python has no torch")
-    if not context.host.libnccl:
-        return skipped("no libnccl: the agent reports processes that have a communicator")
     context.watch.start_agent()
-    libraries = [context.host.libcuda, context.host.libnccl]
     log = context.folder / "torch.log"
-    with Asked("driver_torch", libraries, log, python=sys.executable, timeout=90.0) as driver:
+    with Asked("driver_torch", [], log, python=sys.executable, timeout=90.0) as driver:
         if not driver.hello["cuda"]:
             return skipped(f"torch {driver.hello['torch']} sees no GPU")
-        context.watch.wait_attached("cuda", "nccl")
-        driver.ask("create")
+        context.watch.wait_attached("cuda")
+        driver.ask("add", times=1)
         context.watch.wait_seen(driver.pid)
         return _torch_counted(driver, _by_agent(context, driver))
 

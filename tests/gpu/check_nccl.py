@@ -79,10 +79,10 @@ def _run(context: Context, name: str, *, late: bool, plugin: Path | None = None)
     log, env = _logging(context, name)
     if plugin is not None:
         env["NCCL_PROFILER_PLUGIN"] = str(plugin)
-    # Anew each time: then a library that is attached was found in this very process.
-    context.watch.stop_agent()
-    if not late:
-        context.watch.start_agent()
+    if late:
+        context.watch.stop_agent()
+    else:
+        context.watch.start_agent()  # unless it runs: then this is one more process on the library
     with context.driver(name, env) as driver:
         if not late:
             context.watch.wait_attached("cuda", "nccl")

@@ -71,8 +71,7 @@ class Cuda:
         self.call("cuInit", 0)
         self._device, self._context, self.stream = c.c_int(), c.c_void_p(), c.c_void_p()
         self.call("cuDeviceGet", c.byref(self._device), 0)
-        self.call("cuDevicePrimaryCtxRetain", c.byref(self._context), self._device)
-        self.call("cuCtxSetCurrent", self._context)
+        self.make_current()
         self.call("cuStreamCreate", c.byref(self.stream), 1)
         self.kernel = self._make_kernel()
         self._ns = c.c_uint64()
@@ -80,6 +79,10 @@ class Cuda:
         self._graph = c.c_void_p()
         self._event = c.c_void_p()
         self.call("cuEventCreate", c.byref(self._event), 0)
+
+    def make_current(self) -> None:
+        self.call("cuDevicePrimaryCtxRetain", c.byref(self._context), self._device)
+        self.call("cuCtxSetCurrent", self._context)
 
     def has(self, name: str) -> bool:
         return hasattr(self.lib, name)

@@ -31,6 +31,11 @@ class Driver:
             "nccl": self.nccl.version() if self.nccl else None,
         }
 
+    def current(self) -> Answer:
+        """Makes the device's context current once more."""
+        self.cuda.make_current()
+        return {}
+
     def launch(self, api: str, times: int, ns: int = 0) -> Answer:
         if not self.cuda.has(api):
             return {"there": False}
@@ -121,6 +126,6 @@ class Driver:
 
 def main(arguments: list[str]) -> int:
     driver = Driver(*arguments)
-    names = ("launch", "capture", "replay", "sync", "addresses", "create", "split", "everything",
-             "all_reduce", "destroy", "cost", "busy")  # fmt: skip
+    names = ("current", "launch", "capture", "replay", "sync", "addresses", "create", "split",
+             "everything", "all_reduce", "destroy", "cost", "busy")  # fmt: skip
     return serve(driver.hello(), {name: getattr(driver, name) for name in names})

@@ -1,9 +1,6 @@
 """A PyTorch process that does what it is told, a known number of times.
 
-    start.py driver_torch LIBCUDA LIBNCCL
-
-It holds a communicator of one rank, made by ctypes on the library that torch has loaded, because
-the agent reports processes that have one.
+start.py driver_torch
 """
 
 from __future__ import annotations
@@ -11,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.gpu.cuda import Cuda
-from tests.gpu.nccl import Nccl
 from tests.gpu.process import serve
 
 Answer = Mapping[str, Any]
@@ -20,17 +15,12 @@ NODES = 3
 
 
 class Torch:
-    def __init__(self, torch: Any, libcuda: str, libnccl: str) -> None:
+    def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._tensor = torch.zeros(1024, device="cuda")
         self._stream = torch.cuda.Stream()
         self._event = torch.cuda.Event()
         self._warm_up()
-        self._nccl = Nccl(libnccl, Cuda(libcuda))
-
-    def create(self) -> Answer:
-        self._comm = self._nccl.create()
-        return {}
 
     def _warm_up(self) -> None:
         """Kernels are loaded at their first launch, and a capture needs them loaded."""
@@ -92,12 +82,12 @@ class Torch:
         return {"launches": calls or None}
 
 
-def main(arguments: list[str]) -> int:
+def main(_: list[str]) -> int:
     import torch
 
     if not torch.cuda.is_available():
         return serve({"torch": torch.__version__, "cuda": False}, {})
-    driver = Torch(torch, *arguments)
-    names = ("create", "add", "replay", "device_sync", "stream_sync", "event_sync", "profile")
+    driver = Torch(torch)
+    names = ("add", "replay", "device_sync", "stream_sync", "event_sync", "profile")
     hello = {"torch": torch.__version__, "cuda": True, "gpu": torch.cuda.get_device_name(0)}
     return serve(hello, {name: getattr(driver, name) for name in names})

@@ -44,7 +44,9 @@ def line_of(batch: Any) -> dict[str, Any]:
     def _value(value: Any) -> Any:
         if hasattr(value, "items"):
             return {str(key): item for key, item in value.items()}
-        return value if isinstance(value, (int, float, str)) else list(value)
+        if isinstance(value, (int, float, str)):
+            return value
+        return plain(value) if value and hasattr(value[0], "ListFields") else list(value)
 
     return {
         "sequence": batch.sequence,

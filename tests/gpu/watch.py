@@ -18,6 +18,7 @@ from tests.gpu.runtime import Runtime
 
 NODE = "gpu-check"
 WINDOW_SECONDS = 0.25
+STREAMS = ("none", "legacy", "per_thread", "named", "unread")  # StreamKind
 COUNTERS = ("launches", "graph_launches", "syncs")
 
 Window = dict[str, Any]
@@ -151,6 +152,16 @@ class Watch:
                 return {name: int(process.get(name, 0)) for name in COUNTERS}
         return None
 
+    def bins(self, pid: int, at_ns: int) -> Counter[tuple[str, str, str]]:
+        """The same by device ("-1": unknown), kind of stream and counter; what is 0 is left out."""
+        found: Counter[tuple[str, str, str]] = Counter()
+        for process in self.settled(at_ns)["processes"]:
+            for one in process.get("cuda", ()) if process.get("pid") == pid else ():
+                key = str(one.get("device", 0)), STREAMS[one.get("stream", 0)]
+                for name in COUNTERS:
+                    found[(*key, name)] += int(one.get(name, 0))
+        return +found
+
     def communicators(self, pid: int, at_ns: int) -> dict[int, dict[str, Any]]:
         """hash -> the newest description of each communicator of a process, up to `at_ns`."""
         self.settled(at_ns)
@@ -180,12 +191,12 @@ class Watch:
         ]
 
     def wait_seen(self, pid: int, timeout: float = 15.0) -> None:
-        """Until the agent reports a communicator of this process."""
+        """Until the agent reports this process."""
 
         def seen() -> bool:
             if self._agent is not None:
                 self._agent.check_alive()
             newest = self.windows(time.monotonic_ns() - int(3e9))
-            return any(c.get("pid") == pid for window in newest for c in window["communicators"])
+            return any(p.get("pid") == pid for window in newest for p in window["processes"])
 
         wait_for(seen, timeout, f"process {pid} is reported")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +93,7 @@ class Scene:
     loaded: Loaded
     attacher: Attacher
     caller: Caller
+    libraries: Sequence[Path] = ()
 
     def records(self) -> np.ndarray:
         return self.loaded.records(self.caller.pid)
@@ -107,7 +108,7 @@ def scene_of(loaded: Loaded, folder: Path, *kinds: str, enqueue: bool = True) ->
         scan = attacher.scan()
         assert not scan.failed
         assert sorted(one.kind for one in scan.new_libraries) == sorted(kinds)
-        scene = Scene(loaded, attacher, caller)
+        scene = Scene(loaded, attacher, caller, libraries)
         scene.records()
         scene.events()
         yield scene

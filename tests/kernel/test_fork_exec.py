@@ -113,8 +113,9 @@ def check_child(
 ) -> None:
     """The same pid and start, another program: its calls are its own, from number 0."""
     os.kill(child, signal.SIGUSR1)
-    until(lambda: "libcuda.so.1" in Path(f"/proc/{child}/maps").read_text())
+    # In this order: the forked child has the library mapped as well.
     until(lambda: command_of(child) == "rigcall")
+    until(lambda: "libcuda.so.1" in Path(f"/proc/{child}/maps").read_text())
     scan = attacher.scan()
     assert child in scan.gone_pids
     assert parent.pid not in scan.gone_pids

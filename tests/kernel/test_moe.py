@@ -111,7 +111,8 @@ def test_arguments(
     (record,) = experts.records()
     expected = Func.DISPATCH if function == "dispatch" else Func.COMBINE
     assert (record["func"], record["count"], record["top_k"]) == (expected, size, 8)
-    assert (record["stream"], record["peer"], record["dtype"]) == (PLACE["stream"], -1, 255)
+    token = size // values["count"]
+    assert (record["stream"], record["peer"], record["dtype"]) == (PLACE["stream"], token, 255)
     assert record["flags"] == Flag.BYTES | Flag.FIRST
     assert record["probe"] >= DERIVED_ROWS
     assert record["duration_ns"] == 0

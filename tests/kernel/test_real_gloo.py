@@ -229,3 +229,39 @@ def test_jobs_and_subgroups_of_equal_size_are_kept_apart(seen: Seen) -> None:
         pair,  # ... and its only subgroup
     ]
     assert groups == sorted(sorted(members) for members in expected)
+
+
+def test_split_sizes_above_the_transport(seen: Seen) -> None:
+    """Every unequal exchange is told once, out and back; the exchange of counts has equal parts."""
+    for job in seen.jobs:
+        size = len(job.pids)
+        for rank, pid in enumerate(job.pids):
+            mine = seen.records[
+                (seen.records["tgid"] == pid) & (seen.records["func"] == Func.SPLITS)
+            ]
+            out, back = sum(job.sends[rank]), sum(sends[rank] for sends in job.sends)
+            assert mine["count"].tolist() == [out, back] * STEPS
+            assert mine["stream"].tolist() == [back, out] * STEPS
+            assert set(mine["peer"].tolist()) == {rank}
+            assert set(mine["seq"].tolist()) == {size}
+            assert len(set(mine["comm"].tolist())) == 1
+
+
+def test_bytes_of_a_token_from_rows_and_bytes(seen: Seen) -> None:
+    """A row of these tensors is one float. The group of two ranks has subgroups like itself: which
+    one was called cannot be known there."""
+    told: dict[int, set[int]] = {4: set(), 2: set()}
+    for batch in seen.batches:
+        sums = batch.summaries
+        if not sums.token_bytes:
+            continue
+        rows = zip(
+            np.frombuffer(sums.communicator, "<u4").tolist(),
+            np.frombuffer(sums.op, "u1").tolist(),
+            np.frombuffer(sums.token_bytes, "<u4").tolist(),
+            strict=True,
+        )
+        for comm, op, size in rows:
+            if op == Func.ALL_TO_ALL_V:
+                told[batch.communicators[comm].n_ranks].add(size)
+    assert told == {4: {FLOAT}, 2: {0}}

@@ -100,6 +100,23 @@ def test_nccl_extensions(cuda: str) -> None:
     assert found == {"ncclEpDispatch": Func.DISPATCH, "ncclEpCombine": Func.COMBINE}
 
 
+OTHERS = {
+    "nixl_cu12/nixl_ep_cu12/nixl_ep_cpp_torch*.so": "ep_kernels",
+    "mooncake_transfer_engine/mooncake/libmooncake_ep_device.so": "8mooncake",
+}
+
+
+@pytest.mark.parametrize("pattern", OTHERS)
+def test_libraries_that_are_launched_as_deepep_is(pattern: str) -> None:
+    """`make test-nccl ALL=1` fetches them."""
+    library = examined(pattern)
+    assert (library.kind, library.state) == ("deepep", "attached")
+    assert sorted(site.what.func for site in library.sites) == [Func.DISPATCH, Func.COMBINE]
+    for site in library.sites:
+        assert OTHERS[pattern] in site.symbol
+        assert {Field.COUNT, Field.RANK, Field.N_RANKS, Field.PHASES} <= set(site.what.fields)
+
+
 @pytest.mark.kernel
 def test_attached_for_real(tmp_path: Path) -> None:
     """Both libraries are mapped by a process, as data: the kernel takes every probe."""

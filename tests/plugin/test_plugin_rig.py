@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lanterne.probes.layout import Func
-from lanterne.probes.nccl_profiler.usdt import OpFlag
+from lanterne.probes.nccl_profiler.usdt import PEER_WAIT, OpFlag
 from tests.plugin.build import build
 from tests.plugin.tracer_process import BpfTracer
 from tests.rig.rig import Job, JobConfig
@@ -42,7 +42,8 @@ def run(library: Path, tracer: BpfTracer, *, version: int = 5, **options: Any) -
         assert job.wait() == [0] * RANKS
         truths, pids = job.truths(), job.pids
     tgids, rows = tracer.read()
-    return [rows[tgids == pid] for pid in pids], truths
+    operations = rows["func"] != PEER_WAIT
+    return [rows[operations & (tgids == pid)] for pid in pids], truths
 
 
 def arrivals(truth: dict[str, Any], *phases: str) -> np.ndarray:

@@ -22,6 +22,10 @@ COMMON = (
     "-fno-shrink-wrap", *(["-fcf-protection=none"] if platform.machine() == "x86_64" else []),
 )  # fmt: skip
 
+LANDING_PADS = (
+    "-fcf-protection=branch" if platform.machine() == "x86_64" else "-mbranch-protection=bti",
+)
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -29,12 +33,17 @@ class Variant:
 
     defines: tuple[str, ...] = ()
     stripped: bool = False
+    flags: tuple[str, ...] = ()  # to the compiler
 
 
 VARIANTS: dict[str, Variant] = {
     "normal": Variant(),
     # Only .dynsym is left: ncclEnqueueCheck cannot be found, the exports can.
     "stripped": Variant(stripped=True),
+    # Nothing in the file tells where the communicator keeps its identity.
+    "opaque": Variant(defines=("-DRIG_OPAQUE",), stripped=True),
+    # Every function begins with a landing pad, which the kernel single-steps.
+    "landing-pads": Variant(flags=LANDING_PADS),
     # 2.21.5: another structure, the old hash, none of the exports that came later.
     "old": Variant(defines=("-DRIG_NCCL_VERSION=22105",)),
 }
@@ -139,7 +148,7 @@ def _compile(root: Path, name: str, variant: Variant, digest: str) -> None:
         # A build id per variant: stripping would keep the id of the unstripped file.
         build_id = hashlib.sha1(f"{digest}{name}{target.name}".encode()).hexdigest()
         command = [
-            os.environ.get("CC", "gcc"), *COMMON, *variant.defines,
+            os.environ.get("CC", "gcc"), *COMMON, *variant.flags, *variant.defines,
             f"-I{SOURCES}/include", f"-I{SOURCES}/{target.folder}",
             *(["-shared", "-fvisibility=hidden", f"-Wl,-soname,{target.soname}"]
               if target.shared else []),

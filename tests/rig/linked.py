@@ -33,6 +33,10 @@ FORMS: dict[str, Form] = {
     "framework": Form("libframework.so"),
     # As a framework with a version script has it: pncclX stand in .symtab only.
     "half-hidden": Form("libframework.so", exports=HALF_HIDDEN),
+    # AMD's name for it; same functions, as far as they are probed.
+    "rccl": Form("librccl.so.1"),
+    # Nothing is left but its texts: it cannot be probed.
+    "program-stripped": Form(stripped=True),
     "renamed": Form("libvendor_collectives.so.7"),
     "renamed-stripped": Form("libvendor_collectives.so.7", stripped=True),
 }
@@ -93,6 +97,9 @@ def _link(root: Path, form: Form, archive: Path) -> None:
          f"-I{SOURCES}/include", f"-I{SOURCES}/call", "-Wl,-rpath,$ORIGIN",
          "-o", "rigcall", *sources, f"-L{root}", *nccl, "-l:libcuda.so.1", "-lm", "-ldl"], root,
     )  # fmt: skip
+    if form.stripped and not form.library:
+        (root / "kernels").write_bytes(bytes(64))  # as of a program with CUDA kernels
+        _run(["objcopy", "--strip-all", "--add-section", ".nv_fatbin=kernels", "rigcall"], root)
 
 
 def _gcc() -> str:

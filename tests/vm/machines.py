@@ -11,8 +11,9 @@ SUITE = "bookworm"
 # of the other architecture runs here; dependencies come by themselves.
 PACKAGES = (
     "base-files", "bash", "binutils", "busybox-static", "coreutils", "dash", "diffutils",
-    "findutils", "gcc", "grep", "gzip", "kmod", "libc-bin", "libc6-dev", "login", "mawk",
-    "mount", "procps", "python3", "python3-bpfcc", "sed", "tar", "util-linux",
+    "findutils", "g++", "gcc", "grep", "gzip", "kmod", "libc-bin", "libc6-dev", "login", "make",
+    "mawk", "mount", "procps", "python3", "python3-bpfcc", "runc", "sed", "systemtap-sdt-dev",
+    "tar", "util-linux",
 )  # fmt: skip
 
 # Of the kernel's modules only these, with what they depend on, are loaded by the first init.

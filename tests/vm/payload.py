@@ -14,7 +14,9 @@ from tests.vm.image import BUILD, ROOT, command
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 PACKAGES = ("agent", "probes", "proto", "collector")
 # Where the guest's pytest looks; the rig and the small libraries are compiled there.
-TESTS = ("conftest.py", "kernel", "contract", "unit", "rig", "vm")
+TESTS = ("conftest.py", "stack.py", "kernel", "contract", "unit", "rig", "plugin", "vm")
+# What tests build in the guest beside those: the profiler plugin.
+SOURCES = ("probes/nccl_profiler",)
 
 
 def pack(target: Path, selection: Sequence[str], *, doctor: bool = True) -> None:
@@ -45,6 +47,8 @@ def pack(target: Path, selection: Sequence[str], *, doctor: bool = True) -> None
             archive.add(ROOT / "pyproject.toml", "pyproject.toml")
             for name in TESTS:
                 archive.add(ROOT / "tests" / name, f"tests/{name}", filter=_no_caches)
+            for name in SOURCES:
+                archive.add(ROOT / name, name, filter=_no_caches)
             archive.add(chosen, "tests/vm/selection")
             if doctor:
                 archive.add(chosen, "tests/vm/with-doctor")

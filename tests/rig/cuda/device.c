@@ -38,6 +38,7 @@ static int visible(int ordinal, int *physical) {
 API CUresult cuInit(unsigned flags) {
   (void)flags;
   int unused;
+  injectOpen();
   for (int i = 0; i < RIG_MAX_GPUS; i++) contexts[i].device = i;
   return visible(0, &unused) > 0 ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }

@@ -26,6 +26,8 @@ struct op {
   size_t bytes;
   struct CUevent_st *event;
   struct CUgraphExec_st *graph;
+  const char *name;     /* of a kernel; NULL: none */
+  uint32_t correlation; /* of the launch; 0: nobody is told */
 };
 
 struct opList {
@@ -72,5 +74,27 @@ void eventComplete(struct CUevent_st *event, uint64_t gen);
 void eventWait(struct CUevent_st *event, uint64_t gen);
 
 int currentDevice(void);
+
+/* inject.c: kernels of one stream that are to be told of. Filled and emptied by its worker. */
+enum { TOLD_MOST = 256 };
+struct toldRow {
+  uint64_t start, end;
+  const char *name;
+  uint32_t correlation;
+  uint64_t node;
+  bool host;
+};
+struct told {
+  struct toldRow rows[TOLD_MOST];
+  int count;
+  uint32_t correlation, graph; /* of what runs now */
+  uint64_t node;
+};
+void injectOpen(void);
+const char *injectTakeName(void);
+uint32_t injectCorrelation(void);
+void injectLaunched(uint32_t correlation, bool graph);
+void injectRan(struct told *told, const struct op *op, uint64_t start, uint64_t end);
+void injectFlush(struct told *told);
 
 #endif

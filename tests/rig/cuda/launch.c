@@ -27,7 +27,14 @@ static CUresult launch(struct CUstream_st *s, CUfunction f, void **params) {
   if (!f) return CUDA_ERROR_INVALID_HANDLE;
   uint64_t ns = params && params[0] ? *(const uint64_t *)params[0] : 0;
   const double *scale = f->scaled ? *(const double *const *)params[1] : NULL;
-  return streamPush(s, (struct op){.kind = OP_KERNEL, .ns = ns, .scale = scale});
+  uint32_t correlation = injectCorrelation();
+  CUresult result = streamPush(s, (struct op){.kind = OP_KERNEL,
+                                              .ns = ns,
+                                              .scale = scale,
+                                              .name = f->name,
+                                              .correlation = correlation});
+  injectLaunched(correlation, false);
+  return result;
 }
 
 #define KERNEL_ARGS                                                                             \
@@ -66,7 +73,8 @@ API CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfunction f, v
 
 static CUresult hostFunc(struct CUstream_st *s, CUhostFn fn, void *arg) {
   if (!fn) return CUDA_ERROR_INVALID_VALUE;
-  return streamPush(s, (struct op){.kind = OP_HOST, .fn = fn, .arg = arg});
+  return streamPush(
+      s, (struct op){.kind = OP_HOST, .fn = fn, .arg = arg, .name = injectTakeName()});
 }
 
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn fn, void *arg) {
@@ -151,14 +159,21 @@ API CUresult cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgraph graph,
   return CUDA_SUCCESS;
 }
 
-API CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
+static CUresult launchGraph(CUgraphExec exec, struct CUstream_st *s) {
   if (!exec) return CUDA_ERROR_INVALID_HANDLE;
-  return streamPush(streamResolve(stream, false), (struct op){.kind = OP_GRAPH, .graph = exec});
+  uint32_t correlation = injectCorrelation();
+  CUresult result =
+      streamPush(s, (struct op){.kind = OP_GRAPH, .graph = exec, .correlation = correlation});
+  injectLaunched(correlation, true);
+  return result;
+}
+
+API CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
+  return launchGraph(exec, streamResolve(stream, false));
 }
 
 API CUresult cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream) {
-  if (!exec) return CUDA_ERROR_INVALID_HANDLE;
-  return streamPush(streamResolve(stream, true), (struct op){.kind = OP_GRAPH, .graph = exec});
+  return launchGraph(exec, streamResolve(stream, true));
 }
 
 API CUresult cuGraphDestroy(CUgraph graph) {

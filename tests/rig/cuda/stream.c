@@ -26,6 +26,7 @@ struct CUstream_st {
   bool started, stopping;
   uint64_t clock;
   struct CUgraph_st *capture;
+  struct told told;
   pthread_t thread;
   struct CUstream_st *next;
 };
@@ -67,20 +68,30 @@ void opListFree(struct opList *list) {
 /* Everything but a kernel happens at a point of the stream's clock, so real time must reach it. */
 static void settle(struct CUstream_st *s) {
   if (s->clock > nowNs()) sleepUntil(s->clock);
+  injectFlush(&s->told);
 }
 
 static void runKernel(struct CUstream_st *s, const struct op *op, uint64_t queued) {
   if (s->clock < queued) s->clock = queued;
+  uint64_t start = s->clock;
   s->clock += op->scale ? (uint64_t)((double)op->ns * *op->scale) : op->ns;
+  if (s->told.count == TOLD_MOST) settle(s);
+  injectRan(&s->told, op, start, s->clock);
 }
 
 static void runOp(struct CUstream_st *s, const struct op *op, uint64_t queued);
 
 static void runGraph(struct CUstream_st *s, struct CUgraphExec_st *graph, uint64_t queued) {
+  if (s->told.count) settle(s);
+  s->told.graph = 1;
+  s->told.node = 1;
   for (size_t i = 0; i < graph->ops.len; i++) runOp(s, &graph->ops.items[i], queued);
+  if (s->told.count) settle(s);
+  s->told.graph = 0;
 }
 
 static void runOp(struct CUstream_st *s, const struct op *op, uint64_t queued) {
+  if (!s->told.graph) s->told.correlation = op->correlation;
   if (op->kind == OP_KERNEL) {
     runKernel(s, op, queued);
     return;
@@ -90,7 +101,12 @@ static void runOp(struct CUstream_st *s, const struct op *op, uint64_t queued) {
     return;
   }
   settle(s);
-  if (op->kind == OP_HOST) op->fn(op->arg);
+  if (op->kind == OP_HOST) {
+    uint64_t start = nowNs();
+    op->fn(op->arg);
+    injectRan(&s->told, op, start, nowNs());
+    injectFlush(&s->told);
+  }
   if (op->kind == OP_COPY) memmove(op->dst, op->src, op->bytes);
   if (op->kind == OP_RECORD) eventComplete(op->event, op->gen);
   if (op->kind == OP_WAIT) eventWait(op->event, op->gen);

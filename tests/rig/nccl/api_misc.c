@@ -12,9 +12,9 @@ static __thread char lastError[256];
 
 /* The real library prints it; tools that cannot read machine code find the version by it. */
 #if RIG_NCCL_VERSION == 22105
-__attribute__((used)) static const char versionText[] = "NCCL version 2.21.5+rig";
+__attribute__((used)) static const char versionText[] = "NCCL version 2.21.5+cuda12.9";
 #else
-__attribute__((used)) static const char versionText[] = "NCCL version 2.28.9+rig";
+__attribute__((used)) static const char versionText[] = "NCCL version 2.28.9+cuda12.9";
 #endif
 
 uint64_t nowNs(void) {
@@ -54,21 +54,33 @@ __attribute__((noinline)) static ncclResult_t checkGetter(const struct ncclComm 
   return result;
 }
 
+/* Opaque: a build whose getters do not show in their machine code where the fields are. */
+#ifdef RIG_OPAQUE
+static volatile size_t fieldPlaces[] = {
+  offsetof(struct ncclComm, nRanks),
+  offsetof(struct ncclComm, cudaDev),
+  offsetof(struct ncclComm, rank),
+};
+#define FIELD(comm, index, name) (*(const int *)((const char *)(comm) + fieldPlaces[index]))
+#else
+#define FIELD(comm, index, name) ((comm)->name)
+#endif
+
 RIG_EXPORT(ncclCommCount, const ncclComm_t comm, int *count) {
   ncclResult_t result = checkGetter(comm, count);
-  if (!result) *count = comm->nRanks;
+  if (!result) *count = FIELD(comm, 0, nRanks);
   return result;
 }
 
 RIG_EXPORT(ncclCommCuDevice, const ncclComm_t comm, int *device) {
   ncclResult_t result = checkGetter(comm, device);
-  if (!result) *device = comm->cudaDev;
+  if (!result) *device = FIELD(comm, 1, cudaDev);
   return result;
 }
 
 RIG_EXPORT(ncclCommUserRank, const ncclComm_t comm, int *rank) {
   ncclResult_t result = checkGetter(comm, rank);
-  if (!result) *rank = comm->rank;
+  if (!result) *rank = FIELD(comm, 2, rank);
   return result;
 }
 

@@ -14,6 +14,7 @@ struct driver {
   int (*retain)(void **, int);
   int (*setContext)(void *);
   int (*busId)(char *, int, int);
+  void (*name)(const char *); /* the stand-in's own: of the kernel to be launched next */
 };
 
 static struct driver cu;
@@ -37,6 +38,7 @@ static void load(void) {
   cu.retain = (int (*)(void **, int))find(get, "cuDevicePrimaryCtxRetain");
   cu.setContext = (int (*)(void *))find(get, "cuCtxSetCurrent");
   cu.busId = (int (*)(char *, int, int))find(get, "cuDeviceGetPCIBusId");
+  cu.name = (void (*)(const char *))find(get, "rigKernelName");
   cu.launch =
       (int (*)(ncclStream_t, void (*)(void *), void *))find(get, "cuLaunchHostFunc");
 }
@@ -152,4 +154,8 @@ static ncclResult_t launchOwn(ncclStream_t stream, void (*fn)(void *), void *arg
 ncclResult_t driverLaunch(ncclStream_t stream, void (*fn)(void *), void *arg) {
   if (!haveDriver()) return launchOwn(stream, fn, arg);
   return cu.launch(stream, fn, arg) ? ncclUnhandledCudaError : ncclSuccess;
+}
+
+void driverName(const char *name) {
+  if (haveDriver() && cu.name) cu.name(name);
 }

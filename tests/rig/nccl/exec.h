@@ -10,6 +10,7 @@ struct xfer {
   char *buffer;
   size_t bytes, done;
   uint64_t readyNs; /* of a receive: when a fault lets it go on; 0 until its first chunk is here */
+  uint64_t doneNs;  /* when its last chunk had been copied; 0 before */
   int next; /* the next transfer of this peer and direction, or -1 */
 };
 
@@ -35,6 +36,7 @@ void reduceFinish(void *acc, size_t count, ncclDataType_t type, ncclRedOp_t op, 
 
 /* driver.c: libcuda through dlopen, or our own threads where there is none. */
 ncclResult_t driverLaunch(ncclStream_t stream, void (*fn)(void *), void *arg);
+void driverName(const char *name);
 bool driverCapturing(ncclStream_t stream);
 int driverDevice(void);
 void driverSetDevice(int device);

@@ -135,10 +135,10 @@ static void planRun(void *arg) {
   rigNcclWork work = {.tag = plan->tag, .step = step, .commHash = rc->comm->commHash};
   work.isP2p = plan->xfers.len > 0;
   work.beginNs = nowNs();
-  profilerKernel(rc, plan->profiled, true, plan->captured);
+  profilerKernel(rc, plan->profiled, true, plan->captured, NULL);
   work.result = (int)runWork(plan, step);
   work.endNs = nowNs(); /* not with the time that a plugin takes */
-  profilerKernel(rc, plan->profiled, false, plan->captured);
+  profilerKernel(rc, plan->profiled, false, plan->captured, &plan->xfers);
   void (*watch)(const rigNcclWork *) = atomic_load(&observer);
   if (watch) watch(&work);
   turnDone(&rc->work);
@@ -154,6 +154,19 @@ static ncclResult_t launchSides(struct plan *plan) {
   return ncclSuccess;
 }
 
+/* As the real kernels are called. */
+static const char *kernelName(const struct plan *plan) {
+  if (plan->xfers.len) return "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)";
+  switch ((int)plan->colls[0].coll) {
+    case 0: return "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+    case 1: return "ncclDevKernel_Reduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+    case 2: return "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+    case 3: return "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+    case 4: return "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+    default: return "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)";
+  }
+}
+
 ncclResult_t planLaunch(struct plan *plan) {
   struct rigComm *rc = plan->rc;
   if (!plan->collCount && !plan->xfers.len) {
@@ -167,6 +180,7 @@ ncclResult_t planLaunch(struct plan *plan) {
   profilerEnqueued(rc, plan->profiled, plan->captured); /* before the work can begin */
   if (!plan->captured) plan->ticket = turnTake(&rc->work);
   ncclResult_t result = plan->captured ? ncclSuccess : launchSides(plan);
+  driverName(kernelName(plan));
   if (!result) result = driverLaunch(plan->streams[0], planRun, plan);
   if (result && !plan->captured) {
     turnWait(&rc->work, plan->ticket); /* the turn must pass, or later work would wait for ever */

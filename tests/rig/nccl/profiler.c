@@ -4,8 +4,9 @@
  * Plugin tables v4 to v7 are understood; the newest one taken is RIG_PROFILER_VERSION, without it
  * v5, as in 2.28. The plugin must be there when the communicator is made. The event mask is one for
  * all communicators, and is read anew at every call. Operations of a captured graph report at each
- * replay, as they do with KernelCh enabled. Every operation has one channel here, number 0; what a
- * rank sends to itself has none. The library of before 2.23 has no profiler. */
+ * replay, as they do with KernelCh enabled. Every operation has one channel here; what a rank sends
+ * to itself has none. The sends and receives of a group have a channel each, as where there are
+ * channels enough: all begin together, and each ends when its own transfer is over. The library of before 2.23 has no profiler. */
 #include "profiler.h"
 
 #include <dlfcn.h>
@@ -27,8 +28,9 @@ void profilerAdd(struct rigComm *rc, struct profiledWork **work, const struct nc
 void profilerEnqueued(struct rigComm *rc, struct profiledWork *work, bool captured) {
   (void)rc, (void)work, (void)captured;
 }
-void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begin, bool replayed) {
-  (void)rc, (void)work, (void)begin, (void)replayed;
+void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begin, bool replayed,
+                    const struct xferList *done) {
+  (void)rc, (void)work, (void)begin, (void)replayed, (void)done;
 }
 void profilerFree(struct profiledWork *work) { (void)work; }
 #else
@@ -374,7 +376,21 @@ static uint64_t deviceTimer(void) {
   return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begins, bool replayed) {
+/* How long ago the last transfer with the task's peer, in its direction, was over. */
+static uint64_t overFor(const struct profiledTask *task, const struct xferList *done, uint64_t now) {
+  uint64_t last = 0;
+  if (!done || task->what.type != EVENT_P2P) return 0;
+  bool send = !strcmp(task->what.p2p.func, "Send");
+  for (int i = 0; i < done->len; i++) {
+    const struct xfer *x = &done->items[i];
+    if (x->peer == task->what.p2p.peer && x->send == send && x->doneNs > last) last = x->doneNs;
+  }
+  return last && last < now ? now - last : 0;
+}
+
+void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begins, bool replayed,
+                    const struct xferList *done) {
+  uint64_t now = nowNs(); /* before the timer: no transfer may seem to end before it began */
   uint64_t timer = deviceTimer();
   if (!work || !rc->profiler) return;
   if (begins && replayed) begin(rc, work, true);
@@ -389,7 +405,7 @@ void profilerKernel(struct rigComm *rc, struct profiledWork *work, bool begins, 
       task->kernel = NULL;
       plugin->start(rc->profiler->context, &task->kernel, &d);
     } else if (task->kernel) {
-      uint64_t args[4] = {timer};
+      uint64_t args[4] = {timer - overFor(task, done, now)};
       plugin->state(task->kernel, STATE_KERNEL_CH_STOP, args);
       plugin->stop(task->kernel);
     }

@@ -62,7 +62,7 @@ static bool lanesInit(struct lanes *l, struct xferList *list, int nranks, int se
     if (x->peer == self || !x->bytes) continue;
     int *head = x->send ? &l->sendHead[x->peer] : &l->recvHead[x->peer];
     x->done = 0; /* a captured list runs again and again */
-    x->readyNs = 0;
+    x->readyNs = x->doneNs = 0;
     x->next = *head;
     *head = i;
   }
@@ -148,6 +148,7 @@ static ncclResult_t progressPeer(struct segment *seg, struct lanes *l, int peer,
     struct xfer *x = &l->items[l->sendHead[peer]];
     *moved |= pushChunks(seg, x, pass->step);
     if (x->done < x->bytes) break;
+    x->doneNs = nowNs();
     l->sendHead[peer] = x->next;
   }
   while (l->recvHead[peer] >= 0) {
@@ -155,6 +156,7 @@ static ncclResult_t progressPeer(struct segment *seg, struct lanes *l, int peer,
     ncclResult_t result = pullChunks(seg, x, pass, moved, readyAt);
     if (result) return result;
     if (x->done < x->bytes) break;
+    x->doneNs = x->bytes > seg->chunkBytes ? nowNs() : x->readyNs;
     l->recvHead[peer] = x->next;
   }
   return ncclSuccess;
@@ -209,6 +211,17 @@ static ncclResult_t sleepForBell(struct rigComm *rc, struct lanes *l, uint32_t b
   return result;
 }
 
+/* A receiver sleeps until enough has come, and then finds what a device would have taken long ago:
+ * each transfer ended when it could, but the last one, with which the operation ends, ends now. */
+static void lastEndsNow(struct xferList *list) {
+  struct xfer *last = NULL;
+  for (int i = 0; i < list->len; i++) {
+    struct xfer *x = &list->items[i];
+    if (x->doneNs && (!last || x->doneNs > last->doneNs)) last = x;
+  }
+  if (last) last->doneNs = nowNs();
+}
+
 ncclResult_t transferAll(struct rigComm *rc, struct xferList *list, uint64_t step) {
   struct segment *seg = rc->seg;
   struct lanes lanes;
@@ -225,5 +238,6 @@ ncclResult_t transferAll(struct rigComm *rc, struct xferList *list, uint64_t ste
     result = sleepForBell(rc, &lanes, bell, readyAt, nowNs() + segTimeoutNs());
   }
   free(lanes.sendHead);
+  lastEndsNow(list);
   return result;
 }

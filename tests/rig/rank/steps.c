@@ -300,10 +300,10 @@ static void prepare(struct bench *b) {
     b->plans[i].toPeer = need(n * sizeof(int64_t));
     b->plans[i].fromPeer = need(n * sizeof(int64_t));
   }
-  static const char *const names[4] = {"qkv_proj", "flash_attention", "out_proj", "moe_router"};
+  static const char *const names[4] = {"qkv_proj", "flash_attention", "out_proj", "topkGatingSoftmax"};
   for (int i = 0; i < 4; i++) b->attention[i] = rigKernelCreateScaled(names[i]);
-  b->expert[0] = rigKernelCreateScaled("expert_gate_up");
-  b->expert[1] = rigKernelCreateScaled("expert_down");
+  b->expert[0] = rigKernelCreateScaled("fused_moe_kernel_gate_up");
+  b->expert[1] = rigKernelCreateScaled("fused_moe_kernel_down");
   b->scale = 1;
   check(cuStreamCreate(&b->stream, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
 }
