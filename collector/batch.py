@@ -110,6 +110,7 @@ class Summaries:
     small: U8  # [3, rows] op, role, evidence
     large: I64  # [4, rows] count, errors, payload_bytes, duration_sum_ns
     histogram: U32  # [rows, 48]
+    token_bytes: U32  # [rows], 0 unknown; [0] where none is known
 
     def __len__(self) -> int:
         return len(self.communicator)
@@ -123,6 +124,7 @@ class Summaries:
 class Traffic:
     words: U32  # [2, rows] communicator, peer
     large: I64  # [2, rows] sent_bytes, received_bytes
+    waits: I64  # [2, rows] receives, wait_ns; [2, 0] where no receive was timed
 
     def __len__(self) -> int:
         return int(self.words.shape[1])
@@ -142,6 +144,46 @@ class Traffic:
     @property
     def received_bytes(self) -> I64:
         return _row(self.large, 1)
+
+    @property
+    def receives(self) -> I64:
+        return _row(self.waits, 0)
+
+    @property
+    def wait_ns(self) -> I64:
+        return _row(self.waits, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Kernels of processes by device and stage; see the message of that name."""
+
+    words: U32  # [2, rows] pid, device
+    small: U8  # [2, rows] stage, whole
+    large: I64  # [5, rows] start_ticks, count, sum_ns, union_ns, span_ns
+
+    def __len__(self) -> int:
+        return int(self.words.shape[1])
+
+
+NO_STAGES = Stages(
+    np.zeros((2, 0), np.uint32), np.zeros((2, 0), np.uint8), np.zeros((5, 0), np.int64)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Calls in flight at the window's end; see the message of that name."""
+
+    words: U32  # [2, rows] communicator, seq
+    small: U8  # [3, rows] lane, op, evidence
+    entered_ns: I64
+
+    def __len__(self) -> int:
+        return int(self.words.shape[1])
+
+
+NO_PENDING = Pending(np.zeros((2, 0), np.uint32), np.zeros((3, 0), np.uint8), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +208,7 @@ class Head:
     encoded_gpus: tuple[bytes, ...]
     encoded_processes: tuple[bytes, ...]
     process_keys: tuple[tuple[int, int], ...]  # pid, pid_start_ticks
+    process_places: tuple[tuple[str, ...], ...]  # readings.PLACE_FIELDS; empty: none is known
     health: Mapping[str, float]
     events_lost: Mapping[str, int]
     sources: Mapping[str, bool]
@@ -181,6 +224,17 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """What engines told, still encoded (checked): see `reports`."""
+
+    expert_loads: tuple[bytes, ...] = ()
+    engine_readings: tuple[bytes, ...] = ()
+
+
+NO_REPORTS = Reports()
+
+
+@dataclass(frozen=True, slots=True)
 class DecodedBatch:
     """A batch that may be applied."""
 
@@ -189,6 +243,9 @@ class DecodedBatch:
     instances: Instances
     summaries: Summaries
     traffic: Traffic
+    reports: Reports = NO_REPORTS
+    stages: Stages = NO_STAGES
+    pending: Pending = NO_PENDING
 
     @property
     def node(self) -> str:

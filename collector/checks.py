@@ -20,6 +20,7 @@ class Limits:
     instances: int = 1 << 18
     summaries: int = 1 << 16
     traffic: int = 1 << 18
+    stages: int = 1 << 15
     gpus: int = 64
     processes: int = 4_096
     text: int = 256

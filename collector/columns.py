@@ -14,10 +14,14 @@ import numpy.typing as npt
 from lanterne.collector.batch import (
     HISTOGRAM_BINS,
     I64,
+    NO_PENDING,
+    NO_STAGES,
     U8,
     U32,
     Communicators,
     Instances,
+    Pending,
+    Stages,
     Summaries,
     Traffic,
 )
@@ -57,6 +61,22 @@ TRAFFIC_LARGE: tuple[Bound, ...] = (
     ("received_bytes", BYTES_LIMIT, "number"),
 )
 
+STAGE_WORDS: tuple[Bound, ...] = (("pid", 1 << 32, "number"), ("device", 1 << 16, "number"))
+STAGE_SMALL: tuple[Bound, ...] = (("stage", 10, "enumeration"), ("whole", 2, "enumeration"))
+STAGE_LARGE: tuple[Bound, ...] = (
+    ("start_ticks", TIME_LIMIT_NS, "number"),
+    ("count", COUNT_LIMIT, "number"),
+    ("sum_ns", BYTES_LIMIT, "time"),
+    ("union_ns", BYTES_LIMIT, "time"),
+    ("span_ns", BYTES_LIMIT, "time"),
+)
+TRAFFIC_WAITS: tuple[Bound, ...] = (
+    ("receives", COUNT_LIMIT, "number"),
+    ("wait_ns", BYTES_LIMIT, "time"),
+)
+
+PENDING_ROWS = 4096
+
 _U1, _U4, _U8 = np.dtype("<u1"), np.dtype("<u4"), np.dtype("<u8")
 _top = np.maximum.reduce  # ndarray.max without its Python wrapper
 _TIMED = b"\x01\x02"  # evidence with durations
@@ -64,13 +84,16 @@ _TIMED = b"\x01\x02"  # evidence with durations
 NO_INSTANCES = Instances(
     np.zeros((2, 0), np.uint32), np.zeros((5, 0), np.uint8), np.zeros((4, 0), np.int64)
 )
+NO_TOKENS = np.zeros(0, np.uint32)
 NO_SUMMARIES = Summaries(
     np.zeros(0, np.uint32),
     np.zeros((3, 0), np.uint8),
     np.zeros((4, 0), np.int64),
     np.zeros((0, HISTOGRAM_BINS), np.uint32),
+    NO_TOKENS,
 )
-NO_TRAFFIC = Traffic(np.zeros((2, 0), np.uint32), np.zeros((2, 0), np.int64))
+NO_WAITS = np.zeros((2, 0), np.int64)
+NO_TRAFFIC = Traffic(np.zeros((2, 0), np.uint32), np.zeros((2, 0), np.int64), NO_WAITS)
 
 
 class _Table:
@@ -144,7 +167,20 @@ def summaries(m: pb.Summaries, n: int, limits: Limits) -> Summaries:
         small=small,
         large=large.view(np.int64),
         histogram=histogram.reshape(t.rows, HISTOGRAM_BINS),
+        token_bytes=np.frombuffer(t.column("token_bytes", 4), _U4) if m.token_bytes else NO_TOKENS,
     )
+
+
+def pending(m: pb.Pending, n: int, end_ns: int) -> Pending:
+    """Raises BatchRefused. n: communicators in the batch."""
+    if not m.rows and not m.ByteSize():
+        return NO_PENDING
+    t = _Table(m, "pending", PENDING_ROWS, n)
+    small: U8 = t.block((SMALL[0], SMALL[1], SMALL[3]), _U1)[0]
+    large, tops = t.block((("entered_ns", TIME_LIMIT_NS, "time"),), _U8)
+    if tops[0] > end_ns:
+        refuse("time", f"pending.entered_ns {tops[0]} is after the window's end {end_ns}")
+    return Pending(t.words("seq"), small, large[0].view(np.int64))
 
 
 def traffic(m: pb.Traffic, communicators: Communicators, limits: Limits) -> Traffic:
@@ -160,4 +196,20 @@ def traffic(m: pb.Traffic, communicators: Communicators, limits: Limits) -> Traf
         if len(wrong):
             row = wrong[0]
             refuse("rank", f"traffic.peer {words[1][row]} of a communicator of {sizes[row]} ranks")
-    return Traffic(words, large)
+    waits: I64 = NO_WAITS
+    if m.receives or m.wait_ns:
+        waits = t.block(TRAFFIC_WAITS, _U8)[0].view(np.int64)
+    return Traffic(words, large, waits)
+
+
+def stages(m: pb.Stages, limits: Limits) -> Stages:
+    """Raises BatchRefused."""
+    if not m.ByteSize():
+        return NO_STAGES
+    t = _Table(m, "stages", limits.stages, 0)
+    words = t.block(STAGE_WORDS, _U4)[0]
+    small = t.block(STAGE_SMALL, _U1)[0]
+    large: I64 = t.block(STAGE_LARGE, _U8)[0].view(np.int64)
+    if bool((large[3] > large[2]).any()):
+        refuse("time", "stages.union_ns is more than stages.sum_ns")
+    return Stages(words, small, large)

@@ -6,17 +6,20 @@ rely on, or raises BatchRefused(code, reason); no other exception leaves it, wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
 from lanterne.collector import columns
-from lanterne.collector.batch import Communicators, DecodedBatch, Head
+from lanterne.collector.batch import NO_REPORTS, Communicators, DecodedBatch, Head, Reports
 from lanterne.collector.checks import Limits, check_node, refuse, text
 from lanterne.collector.columns import SPAN_LIMIT_NS, TIME_LIMIT_NS
 from lanterne.collector.errors import BatchRefused
-from lanterne.collector.readings import check_gpu, check_process
+from lanterne.collector.newer import leave_out_unknown
+from lanterne.collector.readings import check_gpu, check_process, place_of
+from lanterne.collector.reports import check_engine_reading, check_expert_load
 from lanterne.proto import telemetry_pb2 as pb
 
 SCHEMA = 1
@@ -28,11 +31,18 @@ LIMITS = Limits()
 NO_COMMUNICATORS = Communicators((), (), (), (), (), (), (), (), (), (), (), ())
 
 
-def decode(data: bytes, *, received_ns: int = 0, limits: Limits = LIMITS) -> DecodedBatch:
-    """Decode and check one Batch.
+def decode(
+    data: bytes,
+    *,
+    received_ns: int = 0,
+    limits: Limits = LIMITS,
+    left_out: Counter[str] | None = None,
+) -> DecodedBatch:
+    """Decode and check one Batch. What a later version's agent says and is not known here is left
+    out and counted in `left_out` (see `newer`).
 
     Raises BatchRefused; its code is one of: size, proto, schema, node, text, epoch, sequence,
-    window, stride, communicators, n_ranks, rank, enumeration, rows, column, index, time, number.
+    window, stride, communicators, n_ranks, rank, rows, column, index, time, number.
     """
     if len(data) > limits.batch_bytes:
         refuse("size", f"batch is {len(data)} bytes, the limit is {limits.batch_bytes}")
@@ -43,7 +53,18 @@ def decode(data: bytes, *, received_ns: int = 0, limits: Limits = LIMITS) -> Dec
     if message.schema != SCHEMA:
         refuse("schema", f"schema {message.schema} is not known, this collector reads {SCHEMA}")
     check_node(message.node)
-    head = _head(message, len(data), received_ns, limits)
+    try:
+        return _checked(message, len(data), received_ns, limits)
+    except BatchRefused as refusal:
+        if refusal.code != "enumeration":
+            raise
+    leave_out_unknown(message, Counter() if left_out is None else left_out)
+    return _checked(message, len(data), received_ns, limits)
+
+
+def _checked(message: pb.Batch, size: int, received_ns: int, limits: Limits) -> DecodedBatch:
+    """Raises BatchRefused; `enumeration` where a value is not known."""
+    head = _head(message, size, received_ns, limits)
     communicators = _communicators(message, limits)
     n = len(communicators.rank)
     return DecodedBatch(
@@ -52,6 +73,22 @@ def decode(data: bytes, *, received_ns: int = 0, limits: Limits = LIMITS) -> Dec
         instances=columns.instances(message.instances, n, head.end_ns, limits),
         summaries=columns.summaries(message.summaries, n, limits),
         traffic=columns.traffic(message.traffic, communicators, limits),
+        reports=_reports(message, limits),
+        stages=columns.stages(message.stages, limits),
+        pending=columns.pending(message.pending, n, head.end_ns),
+    )
+
+
+def _reports(m: pb.Batch, limits: Limits) -> Reports:
+    loads, readings = m.expert_loads, m.engine_readings
+    if not loads and not readings:
+        return NO_REPORTS
+    for name, rows in (("expert_loads", loads), ("engine_readings", readings)):
+        if len(rows) > limits.entries:
+            refuse("rows", f"{len(rows)} {name}, the limit is {limits.entries}")
+    return Reports(
+        tuple([check_expert_load(one, limits) for one in loads]),
+        tuple([check_engine_reading(one, limits) for one in readings]),
     )
 
 
@@ -76,6 +113,7 @@ def _head(m: pb.Batch, size: int, received_ns: int, limits: Limits) -> Head:
         refuse("rows", f"{len(gpus)} gpus, the limit is {limits.gpus}")
     if len(processes) > limits.processes:
         refuse("rows", f"{len(processes)} processes, the limit is {limits.processes}")
+    places = tuple([place_of(p, limits) for p in processes])
     return Head(
         node=m.node,
         epoch=epoch,
@@ -91,6 +129,7 @@ def _head(m: pb.Batch, size: int, received_ns: int, limits: Limits) -> Head:
         encoded_gpus=tuple([check_gpu(g, limits) for g in gpus]),
         encoded_processes=tuple([check_process(p, limits) for p in processes]),
         process_keys=tuple([(p.pid, p.pid_start_ticks) for p in processes]),
+        process_places=places if any(places) else (),
         health=_health(health),
         events_lost=_losses(health, limits),
         sources=_sources(health, limits),
@@ -127,8 +166,8 @@ def _communicator(data: bytes, longest: int) -> tuple[object, ...]:
         refuse("rank", f"rank {c.rank} of a communicator of {c.n_ranks} ranks")
     if c.library not in (1, 2, 3):
         refuse("enumeration", f"library {c.library} is not 1 (nccl), 2 (gloo) or 3 (deepep)")
-    if not 0 <= c.identity <= 6:
-        refuse("enumeration", f"identity {c.identity} is not between 0 and 6")
+    if not 0 <= c.identity <= 7:
+        refuse("enumeration", f"identity {c.identity} is not between 0 and 7")
     if c.pid_start_ticks >= TIME_LIMIT_NS:
         refuse("number", f"pid_start_ticks {c.pid_start_ticks} is beyond 2^62")
     for field in ("name", "workload", "gpu_bus_id", "role"):
@@ -156,6 +195,9 @@ def _health(h: pb.Health) -> Mapping[str, float]:
         "communicators_unresolved": float(h.communicators_unresolved),
         "operations_unresolved": float(h.operations_unresolved),
         "blind_graph_launches": float(h.blind_graph_launches),
+        "steps": float(h.steps),
+        "blind_steps": float(h.blind_steps),
+        "processes_untold": float(h.processes_untold),
         "batches_dropped": float(h.batches_dropped),
     }
 

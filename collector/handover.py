@@ -13,10 +13,16 @@ import numpy as np
 
 from lanterne.collector.batch import (
     HISTOGRAM_BINS,
+    NO_PENDING,
+    NO_REPORTS,
+    NO_STAGES,
     Communicators,
     DecodedBatch,
     Head,
     Instances,
+    Pending,
+    Reports,
+    Stages,
     Summaries,
     Traffic,
 )
@@ -62,9 +68,25 @@ class Packer:
                 s.small.tobytes(),
                 s.large.tobytes(),
                 s.histogram.tobytes(),
+                s.token_bytes.tobytes(),
             ),
-            (t.words.tobytes(), t.large.tobytes()),
+            (t.words.tobytes(), t.large.tobytes(), t.waits.tobytes()),
+            (item.reports.expert_loads, item.reports.engine_readings),
+            _stages(item.stages),
+            _pending(item.pending),
         )
+
+
+def _stages(stages: Stages) -> Packed | None:
+    if not len(stages):
+        return None
+    return stages.words.tobytes(), stages.small.tobytes(), stages.large.tobytes()
+
+
+def _pending(pending: Pending) -> Packed | None:
+    if not len(pending):
+        return None
+    return pending.words.tobytes(), pending.small.tobytes(), pending.entered_ns.tobytes()
 
 
 class Unpacker:
@@ -81,7 +103,7 @@ class Unpacker:
     def _item(self, packed: tuple) -> Item:  # type: ignore[type-arg]
         if packed[0] is not None:
             return ClockObservation(*packed)
-        _, head_values, changed, instances, summaries, traffic = packed
+        _, head_values, changed, instances, summaries, traffic, reports, stages, pending = packed
         head = Head(*head_values)
         if changed is not None:
             self._known[head.node] = Communicators(*changed)
@@ -101,9 +123,26 @@ class Unpacker:
                 np.frombuffer(summaries[1], u1).reshape(3, rows),
                 np.frombuffer(summaries[2], i8).reshape(4, rows),
                 np.frombuffer(summaries[3], u4).reshape(rows, HISTOGRAM_BINS),
+                np.frombuffer(summaries[4], u4),
             ),
             traffic=Traffic(
                 np.frombuffer(traffic[0], u4).reshape(2, -1),
                 np.frombuffer(traffic[1], i8).reshape(2, -1),
+                np.frombuffer(traffic[2], i8).reshape(2, -1),
+            ),
+            reports=Reports(*reports) if any(reports) else NO_REPORTS,
+            stages=NO_STAGES
+            if stages is None
+            else Stages(
+                np.frombuffer(stages[0], u4).reshape(2, -1),
+                np.frombuffer(stages[1], u1).reshape(2, -1),
+                np.frombuffer(stages[2], i8).reshape(5, -1),
+            ),
+            pending=NO_PENDING
+            if pending is None
+            else Pending(
+                np.frombuffer(pending[0], u4).reshape(2, -1),
+                np.frombuffer(pending[1], u1).reshape(3, -1),
+                np.frombuffer(pending[2], i8),
             ),
         )

@@ -13,6 +13,8 @@ from google.protobuf.message import Message
 from lanterne.collector.checks import Limits, refuse, text
 from lanterne.proto import telemetry_pb2 as pb
 
+MAX_DEVICES = 65_536
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -53,6 +55,11 @@ def check_process(p: pb.Process, limits: Limits) -> bytes:
     """-> the reading, encoded. Raises BatchRefused."""
     if p.command:
         text("process.command", p.command, limits.text)
+    if len(p.cuda) > limits.entries:
+        refuse("rows", f"process.cuda has {len(p.cuda)} entries, the limit is {limits.entries}")
+    for use in p.cuda:
+        if not -1 <= use.device < MAX_DEVICES:
+            refuse("number", f"process.cuda.device is {use.device}")
     pressure = p.memory_pressure_ratio + p.cpu_pressure_ratio
     if not math.isfinite(p.cpu_seconds + p.run_queue_seconds + pressure):
         _check_numbers(p, "process")
@@ -65,6 +72,32 @@ def _check_names(uuid: str, bus_id: str, name: str, longest: int) -> None:
     text("gpu.uuid", uuid, longest)
     text("gpu.bus_id", bus_id, longest)
     text("gpu.name", name, longest)
+
+
+# Where a process belongs: fields of proto Process, in the order of their numbers.
+PLACE_FIELDS = (
+    "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit",
+    "mig",
+)  # fmt: skip
+PlaceTexts = tuple[str, ...]  # one for each of them; empty where nothing is known
+NO_PLACE: PlaceTexts = ()
+
+
+def place_of(p: pb.Process, limits: Limits) -> PlaceTexts:
+    """Raises BatchRefused."""
+    place = (
+        p.pod, p.namespace, p.container, p.owner_kind, p.owner, p.slurm_job, p.slurm_step, p.unit,
+        p.mig,
+    )  # fmt: skip
+    return _checked_place(place, limits.text) if any(place) else NO_PLACE
+
+
+@lru_cache(maxsize=1 << 15)
+def _checked_place(place: PlaceTexts, longest: int) -> PlaceTexts:
+    """Cached: the same text objects serve for every batch."""
+    for name, value in zip(PLACE_FIELDS, place, strict=True):
+        text(f"process.{name}", value, longest)
+    return place
 
 
 def _check_numbers(message: Message, table: str) -> None:
@@ -96,9 +129,27 @@ _PROCESS: dict[str, object] = {
     "syncs": 0,
     "sync_ns": 0,
     "captured_operations": 0,
-}
+    "steps": 0,
+    "blind_steps": 0,
+} | dict.fromkeys(PLACE_FIELDS, "")
+_STREAMS = ("none", "legacy", "per_thread", "named")  # StreamKind; beyond: unknown
 
 
 def process_of(data: bytes, node: str) -> Mapping[str, object]:
-    """A reading that `check_process` has passed: proto Process's fields, and "node"."""
-    return _PROCESS | {"node": node} | _fields(pb.Process.FromString(data))
+    """A reading that `check_process` has passed: proto Process's fields, and "node".
+
+    "cuda" is a tuple of mappings with the fields of CudaUse; device None where it is unknown."""
+    row = _fields(pb.Process.FromString(data))
+    row["cuda"] = tuple(_cuda(use) for use in row.get("cuda", ()))
+    return _PROCESS | {"node": node} | row
+
+
+def _cuda(use: pb.CudaUse) -> dict[str, object]:
+    return {
+        "device": None if use.device < 0 else use.device,
+        "stream": _STREAMS[use.stream] if use.stream < len(_STREAMS) else "unknown",
+        "launches": use.launches,
+        "graph_launches": use.graph_launches,
+        "syncs": use.syncs,
+        "sync_ns": use.sync_ns,
+    }

@@ -31,6 +31,22 @@ class Identity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     IDENTITY_STORE: _ClassVar[Identity]
     IDENTITY_ENVIRONMENT: _ClassVar[Identity]
     IDENTITY_PROCESS: _ClassVar[Identity]
+    IDENTITY_RAS: _ClassVar[Identity]
+
+class StreamKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STREAM_KIND_NONE: _ClassVar[StreamKind]
+    STREAM_KIND_LEGACY: _ClassVar[StreamKind]
+    STREAM_KIND_PER_THREAD: _ClassVar[StreamKind]
+    STREAM_KIND_NAMED: _ClassVar[StreamKind]
+    STREAM_KIND_UNREAD: _ClassVar[StreamKind]
+
+class Unit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNIT_UNSPECIFIED: _ClassVar[Unit]
+    UNIT_LOGICAL: _ClassVar[Unit]
+    UNIT_PHYSICAL: _ClassVar[Unit]
+    UNIT_RANK: _ClassVar[Unit]
 STATUS_UNSPECIFIED: Status
 STATUS_ACCEPTED: Status
 STATUS_DUPLICATE: Status
@@ -47,6 +63,16 @@ IDENTITY_STRUCTURE: Identity
 IDENTITY_STORE: Identity
 IDENTITY_ENVIRONMENT: Identity
 IDENTITY_PROCESS: Identity
+IDENTITY_RAS: Identity
+STREAM_KIND_NONE: StreamKind
+STREAM_KIND_LEGACY: StreamKind
+STREAM_KIND_PER_THREAD: StreamKind
+STREAM_KIND_NAMED: StreamKind
+STREAM_KIND_UNREAD: StreamKind
+UNIT_UNSPECIFIED: Unit
+UNIT_LOGICAL: Unit
+UNIT_PHYSICAL: Unit
+UNIT_RANK: Unit
 
 class Frame(_message.Message):
     __slots__ = ("node", "sent_ns", "clock", "batch")
@@ -93,7 +119,7 @@ class Ack(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., reason: _Optional[str] = ..., frame_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., stride: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("schema", "node", "epoch", "sequence", "agent_version", "boot_id", "start_ns", "end_ns", "realtime_offset_ns", "stride", "communicators", "instances", "summaries", "traffic", "gpus", "processes", "health")
+    __slots__ = ("schema", "node", "epoch", "sequence", "agent_version", "boot_id", "start_ns", "end_ns", "realtime_offset_ns", "stride", "communicators", "instances", "summaries", "traffic", "gpus", "processes", "health", "expert_loads", "engine_readings", "pending", "stages")
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +137,10 @@ class Batch(_message.Message):
     GPUS_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_LOADS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_READINGS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     schema: int
     node: str
     epoch: int
@@ -128,7 +158,11 @@ class Batch(_message.Message):
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     processes: _containers.RepeatedCompositeFieldContainer[Process]
     health: Health
-    def __init__(self, schema: _Optional[int] = ..., node: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., realtime_offset_ns: _Optional[int] = ..., stride: _Optional[int] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., instances: _Optional[_Union[Instances, _Mapping]] = ..., summaries: _Optional[_Union[Summaries, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., health: _Optional[_Union[Health, _Mapping]] = ...) -> None: ...
+    expert_loads: _containers.RepeatedCompositeFieldContainer[ExpertLoad]
+    engine_readings: _containers.RepeatedCompositeFieldContainer[EngineReading]
+    pending: Pending
+    stages: Stages
+    def __init__(self, schema: _Optional[int] = ..., node: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., realtime_offset_ns: _Optional[int] = ..., stride: _Optional[int] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., instances: _Optional[_Union[Instances, _Mapping]] = ..., summaries: _Optional[_Union[Summaries, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., health: _Optional[_Union[Health, _Mapping]] = ..., expert_loads: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., engine_readings: _Optional[_Iterable[_Union[EngineReading, _Mapping]]] = ..., pending: _Optional[_Union[Pending, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ...) -> None: ...
 
 class Communicator(_message.Message):
     __slots__ = ("comm_hash", "library", "n_ranks", "rank", "name", "pid", "pid_start_ticks", "workload", "gpu_bus_id", "gpu_index", "identity", "complete", "parent_hash", "role")
@@ -191,7 +225,7 @@ class Instances(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., seq: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., arrival_ns: _Optional[bytes] = ..., duration_ns: _Optional[bytes] = ..., payload_bytes: _Optional[bytes] = ..., sync_blocked_ns: _Optional[bytes] = ...) -> None: ...
 
 class Summaries(_message.Message):
-    __slots__ = ("rows", "communicator", "op", "role", "evidence", "count", "errors", "payload_bytes", "duration_sum_ns", "duration_min_ns", "duration_max_ns", "histogram")
+    __slots__ = ("rows", "communicator", "op", "role", "evidence", "count", "errors", "payload_bytes", "duration_sum_ns", "duration_min_ns", "duration_max_ns", "histogram", "token_bytes")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +238,7 @@ class Summaries(_message.Message):
     DURATION_MIN_NS_FIELD_NUMBER: _ClassVar[int]
     DURATION_MAX_NS_FIELD_NUMBER: _ClassVar[int]
     HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     rows: int
     communicator: bytes
     op: bytes
@@ -216,21 +251,44 @@ class Summaries(_message.Message):
     duration_min_ns: bytes
     duration_max_ns: bytes
     histogram: bytes
-    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., count: _Optional[bytes] = ..., errors: _Optional[bytes] = ..., payload_bytes: _Optional[bytes] = ..., duration_sum_ns: _Optional[bytes] = ..., duration_min_ns: _Optional[bytes] = ..., duration_max_ns: _Optional[bytes] = ..., histogram: _Optional[bytes] = ...) -> None: ...
+    token_bytes: bytes
+    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., op: _Optional[bytes] = ..., role: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., count: _Optional[bytes] = ..., errors: _Optional[bytes] = ..., payload_bytes: _Optional[bytes] = ..., duration_sum_ns: _Optional[bytes] = ..., duration_min_ns: _Optional[bytes] = ..., duration_max_ns: _Optional[bytes] = ..., histogram: _Optional[bytes] = ..., token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class Traffic(_message.Message):
-    __slots__ = ("rows", "communicator", "peer", "sent_bytes", "received_bytes")
+    __slots__ = ("rows", "communicator", "peer", "sent_bytes", "received_bytes", "receives", "wait_ns")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     rows: int
     communicator: bytes
     peer: bytes
     sent_bytes: bytes
     received_bytes: bytes
-    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., sent_bytes: _Optional[bytes] = ..., received_bytes: _Optional[bytes] = ...) -> None: ...
+    receives: bytes
+    wait_ns: bytes
+    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., sent_bytes: _Optional[bytes] = ..., received_bytes: _Optional[bytes] = ..., receives: _Optional[bytes] = ..., wait_ns: _Optional[bytes] = ...) -> None: ...
+
+class Pending(_message.Message):
+    __slots__ = ("rows", "communicator", "seq", "lane", "op", "evidence", "entered_ns")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_NS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    communicator: bytes
+    seq: bytes
+    lane: bytes
+    op: bytes
+    evidence: bytes
+    entered_ns: bytes
+    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., seq: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., op: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., entered_ns: _Optional[bytes] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("index", "uuid", "bus_id", "name", "utilization_ratio", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts", "energy_joules", "sm_clock_hertz", "sm_clock_max_hertz", "throttle_reasons", "process_memory_bytes")
@@ -272,7 +330,7 @@ class Gpu(_message.Message):
     def __init__(self, index: _Optional[int] = ..., uuid: _Optional[str] = ..., bus_id: _Optional[str] = ..., name: _Optional[str] = ..., utilization_ratio: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., temperature_celsius: _Optional[float] = ..., power_watts: _Optional[float] = ..., energy_joules: _Optional[float] = ..., sm_clock_hertz: _Optional[float] = ..., sm_clock_max_hertz: _Optional[float] = ..., throttle_reasons: _Optional[_Iterable[str]] = ..., process_memory_bytes: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("pid", "pid_start_ticks", "command", "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio", "launches", "graph_launches", "syncs", "sync_ns", "captured_operations")
+    __slots__ = ("pid", "pid_start_ticks", "command", "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio", "launches", "graph_launches", "syncs", "sync_ns", "captured_operations", "cuda", "steps", "blind_steps", "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit", "mig")
     PID_FIELD_NUMBER: _ClassVar[int]
     PID_START_TICKS_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +344,18 @@ class Process(_message.Message):
     SYNCS_FIELD_NUMBER: _ClassVar[int]
     SYNC_NS_FIELD_NUMBER: _ClassVar[int]
     CAPTURED_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLIND_STEPS_FIELD_NUMBER: _ClassVar[int]
+    POD_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CONTAINER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_KIND_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    SLURM_JOB_FIELD_NUMBER: _ClassVar[int]
+    SLURM_STEP_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    MIG_FIELD_NUMBER: _ClassVar[int]
     pid: int
     pid_start_ticks: int
     command: str
@@ -299,10 +369,38 @@ class Process(_message.Message):
     syncs: int
     sync_ns: int
     captured_operations: int
-    def __init__(self, pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., command: _Optional[str] = ..., cpu_seconds: _Optional[float] = ..., run_queue_seconds: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., memory_pressure_ratio: _Optional[float] = ..., cpu_pressure_ratio: _Optional[float] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ..., captured_operations: _Optional[int] = ...) -> None: ...
+    cuda: _containers.RepeatedCompositeFieldContainer[CudaUse]
+    steps: int
+    blind_steps: int
+    pod: str
+    namespace: str
+    container: str
+    owner_kind: str
+    owner: str
+    slurm_job: str
+    slurm_step: str
+    unit: str
+    mig: str
+    def __init__(self, pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., command: _Optional[str] = ..., cpu_seconds: _Optional[float] = ..., run_queue_seconds: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., memory_pressure_ratio: _Optional[float] = ..., cpu_pressure_ratio: _Optional[float] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ..., captured_operations: _Optional[int] = ..., cuda: _Optional[_Iterable[_Union[CudaUse, _Mapping]]] = ..., steps: _Optional[int] = ..., blind_steps: _Optional[int] = ..., pod: _Optional[str] = ..., namespace: _Optional[str] = ..., container: _Optional[str] = ..., owner_kind: _Optional[str] = ..., owner: _Optional[str] = ..., slurm_job: _Optional[str] = ..., slurm_step: _Optional[str] = ..., unit: _Optional[str] = ..., mig: _Optional[str] = ...) -> None: ...
+
+class CudaUse(_message.Message):
+    __slots__ = ("device", "stream", "launches", "graph_launches", "syncs", "sync_ns")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    SYNCS_FIELD_NUMBER: _ClassVar[int]
+    SYNC_NS_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    stream: StreamKind
+    launches: int
+    graph_launches: int
+    syncs: int
+    sync_ns: int
+    def __init__(self, device: _Optional[int] = ..., stream: _Optional[_Union[StreamKind, str]] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ...) -> None: ...
 
 class Health(_message.Message):
-    __slots__ = ("events_read", "events_submitted", "events_lost", "communicators_unresolved", "operations_unresolved", "blind_graph_launches", "source_success", "batches_dropped", "libraries_failed")
+    __slots__ = ("events_read", "events_submitted", "events_lost", "communicators_unresolved", "operations_unresolved", "blind_graph_launches", "source_success", "batches_dropped", "libraries_failed", "steps", "blind_steps", "processes_untold")
     class EventsLostEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +424,9 @@ class Health(_message.Message):
     SOURCE_SUCCESS_FIELD_NUMBER: _ClassVar[int]
     BATCHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     LIBRARIES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLIND_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_UNTOLD_FIELD_NUMBER: _ClassVar[int]
     events_read: int
     events_submitted: int
     events_lost: _containers.ScalarMap[str, int]
@@ -335,4 +436,80 @@ class Health(_message.Message):
     source_success: _containers.ScalarMap[str, bool]
     batches_dropped: int
     libraries_failed: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, events_read: _Optional[int] = ..., events_submitted: _Optional[int] = ..., events_lost: _Optional[_Mapping[str, int]] = ..., communicators_unresolved: _Optional[int] = ..., operations_unresolved: _Optional[int] = ..., blind_graph_launches: _Optional[int] = ..., source_success: _Optional[_Mapping[str, bool]] = ..., batches_dropped: _Optional[int] = ..., libraries_failed: _Optional[_Iterable[str]] = ...) -> None: ...
+    steps: int
+    blind_steps: int
+    processes_untold: int
+    def __init__(self, events_read: _Optional[int] = ..., events_submitted: _Optional[int] = ..., events_lost: _Optional[_Mapping[str, int]] = ..., communicators_unresolved: _Optional[int] = ..., operations_unresolved: _Optional[int] = ..., blind_graph_launches: _Optional[int] = ..., source_success: _Optional[_Mapping[str, bool]] = ..., batches_dropped: _Optional[int] = ..., libraries_failed: _Optional[_Iterable[str]] = ..., steps: _Optional[int] = ..., blind_steps: _Optional[int] = ..., processes_untold: _Optional[int] = ...) -> None: ...
+
+class Stages(_message.Message):
+    __slots__ = ("rows", "pid", "start_ticks", "device", "stage", "whole", "count", "sum_ns", "union_ns", "span_ns")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    START_TICKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SUM_NS_FIELD_NUMBER: _ClassVar[int]
+    UNION_NS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_NS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    pid: bytes
+    start_ticks: bytes
+    device: bytes
+    stage: bytes
+    whole: bytes
+    count: bytes
+    sum_ns: bytes
+    union_ns: bytes
+    span_ns: bytes
+    def __init__(self, rows: _Optional[int] = ..., pid: _Optional[bytes] = ..., start_ticks: _Optional[bytes] = ..., device: _Optional[bytes] = ..., stage: _Optional[bytes] = ..., whole: _Optional[bytes] = ..., count: _Optional[bytes] = ..., sum_ns: _Optional[bytes] = ..., union_ns: _Optional[bytes] = ..., span_ns: _Optional[bytes] = ...) -> None: ...
+
+class ExpertLoad(_message.Message):
+    __slots__ = ("workload", "engine", "source", "model", "unit", "rows", "experts", "layer", "counts", "tokens", "rank_of_expert", "logical_of_physical", "source_rank")
+    WORKLOAD_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANK_OF_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    LOGICAL_OF_PHYSICAL_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
+    workload: str
+    engine: str
+    source: str
+    model: str
+    unit: Unit
+    rows: int
+    experts: int
+    layer: bytes
+    counts: bytes
+    tokens: bytes
+    rank_of_expert: bytes
+    logical_of_physical: bytes
+    source_rank: int
+    def __init__(self, workload: _Optional[str] = ..., engine: _Optional[str] = ..., source: _Optional[str] = ..., model: _Optional[str] = ..., unit: _Optional[_Union[Unit, str]] = ..., rows: _Optional[int] = ..., experts: _Optional[int] = ..., layer: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., rank_of_expert: _Optional[bytes] = ..., logical_of_physical: _Optional[bytes] = ..., source_rank: _Optional[int] = ...) -> None: ...
+
+class EngineReading(_message.Message):
+    __slots__ = ("workload", "engine", "address", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKLOAD_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    workload: str
+    engine: str
+    address: str
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, workload: _Optional[str] = ..., engine: _Optional[str] = ..., address: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...

@@ -8,8 +8,10 @@ import numpy.typing as npt
 from lanterne.collector.align import Tables
 from lanterne.collector.analyse import ops, scoring, totals
 from lanterne.collector.analyse import window as w
+from lanterne.collector.analyse.longest import Longest
 from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.analyse.scoring import Judged
+from lanterne.collector.analyse.serving import Serving
 from lanterne.collector.analyse.who import KINDS
 from lanterne.collector.batch import HISTOGRAM_BINS
 
@@ -29,11 +31,16 @@ class Accounts:
     ) -> None:
         self._tables, self._window = tables, window
         self._waits, self._registry = waits, registry
+        self.serving = Serving()
+        self.longest = Longest()
 
     def add(self, j: Judged, base_of: I64) -> None:
         """Account for J rows, sorted by communicator; `base_of` [slot] is its first member."""
         self._count(j, base_of)
         own, blocked = scoring.own_times(self._tables, j)
+        if self.serving.follows(j):
+            lane = self._tables.table_of[j.rows] % 2
+            self.serving.add(j, own, self._tables.tag[j.rows], lane.astype(np.int64))
         timed = (j.outcome == w.SCORED) | (j.outcome == w.CLOCK)
         if not timed.any():
             return
@@ -91,7 +98,7 @@ class Accounts:
         whole = len(pick) == len(j.rows)
         wait = j.wait if whole else j.wait[:, pick]
         slot = j.slot[pick]
-        self._histogram(wait, slot, j.op[pick], evidence)
+        self._histogram(j, wait, pick, evidence)
         missing = np.isnan(wait)
         if missing.any():
             wait = np.where(missing, np.float32(0), wait)
@@ -112,8 +119,12 @@ class Accounts:
             before = window.comm_total[members]
             window.comm_total[members] = np.where(np.isnan(before), 0.0, before) + summed
 
-    def _histogram(self, wait: F32, slot: I64, op: npt.NDArray[np.uint8], evidence: int) -> None:
-        """Waits binned by [2^b, 2^(b+1)) ns, per communicator, operation and evidence."""
+    def _histogram(self, j: Judged, wait: F32, pick: I64, evidence: int) -> None:
+        """Waits binned by [2^b, 2^(b+1)) ns, per communicator, operation and evidence.
+
+        wait: [rank, pick] of the rows `pick`.
+        """
+        slot, op = j.slot[pick], j.op[pick]
         same = np.full(len(slot), evidence, np.int64)
         keys = totals.key(slot, op.astype(np.int64), np.zeros_like(same), same)
         distinct, code = np.unique(keys, return_inverse=True)
@@ -129,6 +140,8 @@ class Accounts:
         per_row = np.nansum(wait, axis=0, dtype=np.float64)
         values[:, 0] = np.bincount(code, weights=per_row, minlength=len(distinct)).astype(np.int64)
         self._waits.add(distinct, values)
+        seq, last = self._tables.tag[j.rows[pick]], j.last[pick]
+        self.longest.add(distinct, code, per_row, wait, seq, last, j.arrival[last, pick])
 
     def _sum_own(self, j: Judged, own: F32, pick: I64, base_of: I64) -> None:
         part = own if len(pick) == len(j.rows) else own[:, pick]

@@ -15,15 +15,32 @@ import numpy as np
 import numpy.typing as npt
 
 from lanterne.collector.align import Tables
-from lanterne.collector.analyse import gather, load, scoring, totals, verdicts, view
+from lanterne.collector.analyse import (
+    gather,
+    hang,
+    kinds,
+    load,
+    ops,
+    scoring,
+    totals,
+    verdicts,
+    view,
+)
 from lanterne.collector.analyse import window as w
 from lanterne.collector.analyse.account import Accounts
+from lanterne.collector.analyse.advice import AdviceConfig, Advisor, expert_groups
 from lanterne.collector.analyse.carry import Carry
+from lanterne.collector.analyse.causes import Causes
+from lanterne.collector.analyse.experts import Experts
 from lanterne.collector.analyse.joining import Joining
+from lanterne.collector.analyse.paths import Paths, Span
 from lanterne.collector.analyse.registry import Registry
+from lanterne.collector.analyse.roles import Roles
 from lanterne.collector.analyse.settings import EngineConfig
+from lanterne.collector.analyse.stages import Stages
 from lanterne.collector.analyse.stride import Stride
-from lanterne.collector.analyse.who import Resolved, Slot
+from lanterne.collector.analyse.transfers import Transfers
+from lanterne.collector.analyse.who import Resolved
 from lanterne.collector.batch import DecodedBatch, Head
 from lanterne.collector.clock import SAME_CLOCK, ClockObservation, Estimate, NodeClock
 from lanterne.collector.snapshot import Snapshot
@@ -37,8 +54,16 @@ WILD_SPREAD = 1 << 22  # sequence numbers further apart are not a backlog
 class Engine:
     """apply(batch or clock observation); snapshot(now)."""
 
-    def __init__(self, config: EngineConfig | None = None, *, boot_id: str = "") -> None:
-        """`boot_id`: the collector's own; nodes that report the same share its clock exactly."""
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        boot_id: str = "",
+        shared_expert_ranks: Mapping[str, int] | None = None,
+    ) -> None:
+        """`boot_id`: the collector's own; nodes that report the same share its clock exactly.
+        shared_expert_ranks: workload -> the rank that holds its shared experts.
+        """
         c = self.config = config or EngineConfig()
         self.boot_id = boot_id
         self.registry = Registry(
@@ -51,8 +76,25 @@ class Engine:
         self.waits = totals.Grouped(totals.WAIT_WIDTH, 1 << 18)
         self.traffic = totals.TrafficTotals(c.members)
         self.loads = load.Loads(c.members)
+        self.roles = Roles(c.members)
+        self.hangs = hang.Hangs(c.communicators, c.members, c.hang_seconds)
+        self.paths = Paths(c.min_gain_share)
+        self.transfers = Transfers(c.communicators, c.members, self.paths.wanted)
+        self.causes = Causes(c.members, self.registry)
         self.accounts = Accounts(self.tables, self.window, self.waits, self.registry)
         self.carry = Carry(c.processes)
+        self.experts = Experts()
+        self.advisor = Advisor(
+            AdviceConfig(
+                seconds=c.advice_seconds,
+                min_gain=c.advice_min_gain,
+                spare_slots=int(c.advice_spare_slots),
+                expert_bytes=c.expert_bytes,
+                groups=int(c.expert_groups),
+                shared_expert_ranks=shared_expert_ranks or {},
+            )
+        )
+        self.stages = Stages()
         self.joining = Joining(2 * c.communicators, c.members)
         self.clocks: dict[str, NodeClock] = {}
         self.counts: Counter[str] = Counter()
@@ -61,6 +103,11 @@ class Engine:
         self._now_ns = 0
         self._window_end = 0
         self._stride = Stride(c.window_seconds, c.max_stride)
+
+    @property
+    def now_ns(self) -> int:
+        """The newest CLOCK_MONOTONIC it was told."""
+        return self._now_ns
 
     @property
     def stride(self) -> int:
@@ -125,6 +172,10 @@ class Engine:
         self._score(self.tables.expire(self._now_ns - deadline))
         if self._window_end and self._now_ns >= self._window_end:
             self._close_window()
+            self.experts.close(now, self._now_ns)
+            self._advise()
+        live = [(n, s.base, s.ranks) for n, s in enumerate(self.registry.slots) if s is not None]
+        self.hangs.judge(self.registry, self.joining.comparable(live), self._now_ns)
         c = self.config
         for number in self.registry.prune(
             self._now_ns, int(c.idle_seconds * NS), int(c.ended_seconds * NS)
@@ -132,6 +183,20 @@ class Engine:
             self.registry.remove(number)
         self._renew()
         return view.build(self, now, ingest or {}, refused or {}, connected)
+
+    def _advise(self) -> None:
+        serving = self.accounts.serving
+        self.advisor.add_steps(
+            (slot.workload, steps)
+            for number, slot in enumerate(self.registry.slots)
+            if slot is not None and (steps := serving.of(number)) is not None
+        )
+        idle_ns = int(self.config.idle_seconds * NS)
+        views = self.experts.views(self._now_ns, idle_ns)
+        if views:
+            engines = self.experts.engines(self._now_ns, idle_ns)
+            groups = expert_groups(self.registry.slots, self.registry.node)
+            self.advisor.add(views, groups, engines)
 
     def engine_counts(self) -> dict[str, int]:
         """Totals of what was worked off and what was dropped, by cause."""
@@ -144,10 +209,13 @@ class Engine:
             rows_no_room=t.no_room,
             own_samples_skipped=self.window.own_skipped,
             series_dropped=self.summaries.dropped + self.waits.dropped,
+            dropped_step_rows=self.accounts.serving.dropped,
             rows_joining=self.joining.rows_used,
             cells_used=self.tables.cells.used,
+            dropped_stages=self.stages.unknown,
         )
         found.update({f"dropped_{k}": v for k, v in self.registry.dropped.items()})
+        found.update({f"dropped_{k}": v for k, v in self.experts.dropped.items()})
         return found
 
     def _welcome(self) -> None:
@@ -159,9 +227,16 @@ class Engine:
                 self.verdicts.forget(slot.base, slot.ranks)
                 self.traffic.forget(number, slot.base, slot.ranks)
                 self.loads.forget(slot.base, slot.ranks)
+                self.hangs.forget(number, slot.base, slot.ranks)
+                self.roles.forget(slot.base, slot.ranks)
+                self.accounts.serving.forget(number)
+                self.paths.forget(number, slot.base, slot.ranks)
+                self.transfers.forget(number, slot.base, slot.ranks)
+                self.causes.forget(number, slot.base, slot.ranks)
                 self.joining.forget(number, slot.base, slot.ranks, late=slot.late_attached)
         if r.fresh_processes:
             self.carry.forget(r.fresh_processes)
+            self.stages.forget(r.fresh_processes)
         r.fresh, r.fresh_processes = [], []
 
     def _renew(self) -> None:
@@ -169,6 +244,7 @@ class Engine:
             slot = self.registry.slots[number]
             if slot is not None:
                 self.joining.forget(number, slot.base, slot.ranks, late=True)
+                self.hangs.forget(number, slot.base, slot.ranks)
             self.tables.clear(2 * number)
             self.tables.clear(2 * number + 1)
         self.registry.restarted = []
@@ -177,18 +253,25 @@ class Engine:
             self.tables.close(2 * number + 1)
             self.summaries.forget(number)
             self.waits.forget(number)
+            self.accounts.longest.forget(number)
 
     def _work(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
         if not group:
             return
         gather.summaries(group, self.summaries)
         gather.loads(group, self.loads)
+        for batch, _ in group:
+            self.experts.add(batch)
+            self.stages.add(batch, self.registry)
         self._add_traffic(group)
+        self._add_pending(group)
+        self.roles.add(group)
         flow = gather.collect(group)
         if flow is not None:
             flow = self._join(flow)
         if flow is None:
             return
+        self.hangs.add(flow, self._now_ns)
         self._make_room(flow)
         closed = self.tables.ranks[flow.table] == 0
         if closed.any():
@@ -198,6 +281,20 @@ class Engine:
         self._score(self.tables.displaced(row, flow.seq))
         events = self.carry.link(flow, cell)
         self._score(self.tables.scatter(events, cell, row, self._now_ns))
+
+    def _add_pending(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:
+        for batch, r in group:
+            p = batch.pending
+            if not len(p):
+                continue
+            index = p.words[0]
+            good = r.slot[index] >= 0
+            index, lane, op = index[good], p.small[0][good], p.small[1][good]
+            member = r.member[index]
+            seq = self.joining.shifted(lane, member, p.words[1][good].astype(np.int64))
+            entered = batch.received_ns - (batch.head.end_ns - p.entered_ns[good])
+            slot = r.slot[index].astype(np.int64)
+            self.hangs.add_pending(member, slot, lane, seq, op, entered, self._now_ns)
 
     def _join(self, flow: gather.Flow) -> gather.Flow | None:
         """Bring communicators that were met running onto common sequence numbers."""
@@ -261,6 +358,7 @@ class Engine:
                 )
         for j in judged:
             self.accounts.add(j, base_of)
+            self.transfers.add(j, self.tables, base_of, clocks)
         self.tables.done(rows)
 
     def _solve_clocks(self) -> tuple[F64, F64]:
@@ -285,42 +383,61 @@ class Engine:
             return
         ranks = {i: s.ranks for i, s in enumerate(self.registry.slots) if s is not None}
         r = self.registry
+        self.paths.add(group, ranks)
         self.traffic.add(rows, ranks, r.node, r.gpu, self._now_ns)
 
     def _close_window(self) -> None:
         blocks = self.window.close(len(self.registry.slots), self.registry.members_used)
         self.traffic.close()
+        self.stages.close(self.window, self.registry)
         self.loads.close(self.registry.members_used)
+        self.accounts.serving.close()
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
         self._stride.close()
-        stats = verdicts.kind_stats(blocks)
+        stats = kinds.kind_stats(blocks)
         spans, outcome = self.window.closed.span_ns, self.window.closed.outcome
         timed = outcome[:, w.SCORED] + outcome[:, w.CLOCK]
-        by_size: dict[int, list[int]] = {}
+        observed = []
         for number, slot in enumerate(self.registry.slots):
             if slot is None:
                 continue
             if number in stats and self.window.closed.evidence[number].any():
-                by_size.setdefault(slot.ranks, []).append(number)
+                observed.append(
+                    verdicts.Observed(
+                        slot=number,
+                        base=slot.base,
+                        ranks=slot.ranks,
+                        rows=int(timed[number]),
+                        span_ns=float(spans[number]),
+                        kinds={v: k for k, v in slot.kinds.items()},
+                    )
+                )
             else:
                 self.verdicts.silence(slot.base, slot.ranks)
-        for ranks, numbers in by_size.items():
-            step = max(1, verdicts.CHUNK // (ranks * min(ranks, 64)))
-            for at in range(0, len(numbers), step):
-                part = numbers[at : at + step]
-                slots = [self._slot(n) for n in part]
-                self.verdicts.update(
-                    stats,
-                    part,
-                    np.array([s.base for s in slots]),
-                    ranks,
-                    timed[part],
-                    spans[part],
-                    [{k: v for v, k in s.kinds.items()} for s in slots],
-                )
+        self.verdicts.regroup(self.roles.close(self.registry))
+        self.verdicts.update(stats, observed, *self._groups(observed))
+        self._attribute(stats, observed)
 
-    def _slot(self, number: int) -> Slot:
-        slot = self.registry.slots[number]
-        if slot is None:
-            raise LookupError(f"communicator {number} has been removed")
-        return slot
+    def _groups(self, observed: list[verdicts.Observed]) -> tuple[I64, I64, I64]:
+        """Whom each observed rank is compared with: in its communicator, and elsewhere."""
+        ranks = np.array([o.ranks for o in observed], dtype=np.int64)
+        of = np.repeat(np.arange(len(observed)), ranks)
+        base = np.array([o.base for o in observed], dtype=np.int64)
+        members = base[of] + np.arange(len(of)) - np.repeat(np.cumsum(ranks) - ranks, ranks)
+        slots = [s for o in observed if (s := self.registry.slots[o.slot]) is not None]
+        return self.roles.groups(of, members, slots)
+
+    def _attribute(
+        self, stats: dict[int, kinds.KindStats], observed: list[verdicts.Observed]
+    ) -> None:
+        """Why the named are slow, and whom transfers are slow with."""
+        members, slots = self.registry.members_used, len(self.registry.slots)
+        timed = self.window.closed.evidence[:, [ops.DEVICE, ops.BLOCKING]].sum(axis=1)
+        spans = [
+            Span(o.slot, o.base, o.ranks, o.rows, o.span_ns, bool(2 * timed[o.slot] > o.rows))
+            for o in observed
+        ]
+        self.paths.close(self.transfers, spans, self.registry.node)
+        self.transfers.close(slots, members)
+        named = self.paths.named()
+        self.causes.close(stats, observed, self.verdicts, named, self.loads, members)

@@ -142,7 +142,8 @@ def loads(batches: Group, into: load.Loads) -> None:
         if s.small[1].any():  # roles
             op, role, evidence = s.small.astype(np.int64)
             count, _, size, _ = s.large
-            into.add(r.member[s.communicator], op, role, evidence, count, size)
+            token = s.token_bytes.astype(np.int64) if len(s.token_bytes) else np.zeros_like(size)
+            into.add(r.member[s.communicator], op, role, evidence, count, size, token)
 
 
 def traffic(batches: Group) -> list[totals.TrafficRows]:
@@ -154,6 +155,8 @@ def _traffic(b: DecodedBatch, r: Resolved) -> totals.TrafficRows:
     index = b.traffic.communicator
     slot = r.slot[index].astype(np.int64)
     good = slot >= 0
+    if b.traffic.waits.size:  # pairs of which only the waits are known are rows, too
+        good &= b.traffic.large.any(axis=0)
     rank = r.rank[index][good]
     return totals.TrafficRows(
         slot=slot[good],

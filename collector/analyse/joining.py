@@ -117,6 +117,19 @@ class Joining:
             self._shift[lane, m], self._known[lane, m] = s + base, True
         del self._held[table]
 
+    def comparable(self, slots: list[tuple[int, int, int]]) -> Bool:
+        """(number, base, ranks) of slots -> [slot] whether the ranks' numbers are common ones."""
+        found = ~self.late
+        for slot, base, ranks in slots:
+            if self.late[slot]:
+                found[slot] = bool(self._known[0, base : base + ranks].all())
+        return found
+
+    def shifted(self, lane: npt.NDArray[np.uint8], member: I64, seq: I64) -> I64:
+        """Sequence numbers as `align` makes them."""
+        found: I64 = np.maximum(seq + self._shift[lane, member], 0)
+        return found
+
     def waiting(self, slot: int) -> bool:
         """Whether a communicator has operations that could not be aligned so far."""
         return bool(self.late[slot]) and (2 * slot in self._held or 2 * slot + 1 in self._held)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
 from lanterne.collector.analyse import ops, totals
-from lanterne.collector.snapshot import EVIDENCE, Histogram
+from lanterne.collector.snapshot import EVIDENCE, Histogram, LongWait
 
 I64 = npt.NDArray[np.int64]
 NS = 1e9
@@ -50,8 +52,13 @@ def _add(a: Histogram | None, b: Histogram) -> Histogram:
     return Histogram(a.bins + b.bins, a.sum_seconds + b.sum_seconds)
 
 
-def waits(rows: list[tuple[int, int, int, I64]]) -> Durations:
+def waits(
+    rows: list[tuple[int, int, int, I64]], longest: Mapping[tuple[int, int, int], LongWait]
+) -> Durations:
+    """`longest`: by (op, role, evidence)."""
     return {
-        (ops.name(op), EVIDENCE[evidence]): Histogram(values[1:].copy(), int(values[0]) / NS)
-        for op, _, evidence, values in rows
+        (ops.name(op), EVIDENCE[evidence]): Histogram(
+            values[1:].copy(), int(values[0]) / NS, longest.get((op, role, evidence))
+        )
+        for op, role, evidence, values in rows
     }

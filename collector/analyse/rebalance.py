@@ -86,19 +86,6 @@ def gain(old: Placement, new: Placement, load: F64) -> float:
     return 1 - busiest(new, load) / before if before > 0 else math.nan
 
 
-def hot_set(
-    load: npt.ArrayLike, *, top: int = 5, share: float = 0.1
-) -> list[npt.NDArray[np.int64]]:
-    """Per layer the hot experts, the hottest first: the `top`, or the top `share` if that is more.
-
-    load: [layers, experts] of the last hour. Experts without load are never hot.
-    """
-    hour = np.asarray(load, dtype=np.float64)
-    wanted = min(hour.shape[1], max(top, math.ceil(share * hour.shape[1])))
-    order = np.argsort(-hour, axis=1, kind="stable")[:, :wanted]
-    return [row[hour[i, row] > 0] for i, row in enumerate(order)]
-
-
 def weigh(
     history: npt.ArrayLike,
     current: Placement,
@@ -175,39 +162,38 @@ def _makers(
 def replicate_hot(current: Placement, load: F64, slots: int) -> Placement:
     """Leave every expert where it is and fill the added slots with copies of hot ones.
 
-    A copy goes to the GPU that carries least once the copy is there, of those with room and
-    without that expert. Moves nothing but the copies.
+    A copy goes to the GPU that carries least, of those with room and without that expert. Moves
+    nothing but the copies. load: [layers, experts]; slots: of a layer, a multiple of the GPUs.
     """
     layers, old = current.phy2log.shape
-    gpus, per_gpu = current.gpus, slots // current.gpus
+    experts, gpus = current.logcnt.shape[1], current.gpus
+    used, per_gpu = old // gpus, slots // gpus
     table = np.full((layers, gpus, per_gpu), -1, np.int64)
-    table[:, :, : old // gpus] = current.phy2log.reshape(layers, gpus, -1)
-    for layer in range(layers):
-        _fill(table[layer], current.logcnt[layer].copy(), load[layer], old // gpus)
-    return placement.from_slots(table.reshape(layers, slots), current.logcnt.shape[1], gpus)
-
-
-def _fill(table: I64, count: I64, load: F64, used: int) -> None:
-    """Fill the free slots of one layer's [gpus, slots] table in place."""
-    gpus, per_gpu = table.shape
-    filled = np.full(gpus, used)
-    resident = np.zeros((gpus, len(load)), bool)
-    resident[np.arange(gpus)[:, None], table[:, :used]] = True
+    table[:, :, :used] = current.phy2log.reshape(layers, gpus, -1)
+    resident = np.zeros((layers, gpus, experts), bool)
+    np.put_along_axis(resident, table[:, :, :used], True, axis=2)
+    count = current.logcnt.copy()
+    total = placement.gpu_load(current, load)
+    filled = np.full((layers, gpus), used)
+    row = np.arange(layers)
     for _ in range(gpus * (per_gpu - used)):
         room = filled < per_gpu
-        # Hottest per replica first, of those that some GPU with room lacks.
-        per_replica = np.where((~resident[room]).any(axis=0), load / count, -1.0)
-        expert = int(per_replica.argmax())
-        share = load / (count + (np.arange(len(load)) == expert))
-        total = (resident * share).sum(axis=1)
-        takes = room & ~resident[:, expert]
-        if not takes.any():  # every GPU with room has every expert: a second copy does no harm
-            takes = room
-        gpu = int(np.where(takes, total, np.inf).argmin())
-        table[gpu, filled[gpu]] = expert
-        filled[gpu] += 1
-        resident[gpu, expert] = True
-        count[expert] += 1
+        # The hottest per replica, of those that some GPU with room lacks.
+        lacked = (room[:, :, None] & ~resident).any(axis=1)
+        expert = np.where(lacked, load / count, -1.0).argmax(axis=1)
+        has = resident[row, :, expert]
+        takes = room & ~has
+        # Every GPU with room has every expert: a second copy does no harm.
+        takes[~takes.any(axis=1)] = room[~takes.any(axis=1)]
+        hot, copies = load[row, expert], count[row, expert]
+        total -= has * (hot / copies - hot / (copies + 1))[:, None]
+        gpu = np.where(takes, total, np.inf).argmin(axis=1)
+        table[row, gpu, filled[row, gpu]] = expert
+        total[row, gpu] += hot / (copies + 1)
+        filled[row, gpu] += 1
+        resident[row, gpu, expert] = True
+        count[row, expert] += 1
+    return placement.from_slots(table.reshape(layers, slots), experts, gpus)
 
 
 def _plan_load(load: F64) -> F64:

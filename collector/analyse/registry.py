@@ -76,6 +76,10 @@ class Registry:
         self._touch(self.nodes[number], number, resolved, batch)
         return resolved
 
+    def process_number(self, node: str, pid: int, ticks: int) -> int:
+        """-1: it holds no communicator that is known."""
+        return self._process_number.get((self.node_number.get(node, -1), pid, ticks), -1)
+
     def _touch(self, node: Node, number: int, r: Resolved, batch: DecodedBatch) -> None:
         now_ns, keys = batch.received_ns, batch.head.process_keys
         if keys != node.listed_keys or node.listed_generation != self.generation:
@@ -145,6 +149,10 @@ class Registry:
                 # The new agent counts from 0 again where it met the communicator running.
                 self.restarted.append(number)
                 slot.late_attached = True
+            elif self.gpu_index[member] < 0 and c.gpu_bus_id[i]:
+                self._set_gpu(c, i, node, member)  # the agent learns it after the first calls
+            if slot.workload != c.workload[i]:
+                self._rename(slot, c.workload[i], member)
             self.epoch[member] = batch.epoch
             out.slot[i], out.member[i], out.process[i] = number, member, process
         # A slot replaced halfway through this batch leaves rows that name the old one.
@@ -153,15 +161,18 @@ class Registry:
                 out.slot[i] = -1
         return out
 
+    def _set_gpu(self, c: Communicators, i: int, node: int, member: int) -> None:
+        self.gpu_index[member] = c.gpu_index[i]
+        bus = c.gpu_bus_id[i]
+        if bus and len(self._gpus) < len(self.gpu):
+            self.gpu[member] = self._gpus.setdefault((node, bus), len(self._gpus))
+
     def _introduce(
         self, c: Communicators, i: int, node: int, process: int, number: int, member: int
     ) -> None:
         self.node[member], self.process[member] = node, process
         self.slot_of[member] = number
-        self.gpu_index[member] = c.gpu_index[i]
-        bus = c.gpu_bus_id[i]
-        if bus and len(self._gpus) < len(self.gpu):
-            self.gpu[member] = self._gpus.setdefault((node, bus), len(self._gpus))
+        self._set_gpu(c, i, node, member)
         self.complete[member] = c.complete[i]
         slot = self.slots[number]
         if slot is not None and not c.complete[i]:
@@ -207,6 +218,7 @@ class Registry:
             name=c.name[i],
             role=c.role[i],
             label=self._label(c.workload[i], c.name[i], library, c.n_ranks[i]),
+            named_by=base + c.rank[i],
         )
         number = self._free.pop() if self._free else len(self.slots)
         if number == len(self.slots):
@@ -216,6 +228,15 @@ class Registry:
         self._by_hash[slot.comm_hash] = number
         self.fresh.append(number)
         return number
+
+    def _rename(self, slot: Slot, workload: str, member: int) -> None:
+        """An agent may learn late whose pod a rank lives in. One member's word counts, so that
+        agents that know more and less do not rename it in turn; and a name is never taken away."""
+        if not workload or (slot.workload and member != slot.named_by):
+            return
+        self._names.discard((slot.workload, slot.label))
+        slot.workload, slot.named_by = workload, member
+        slot.label = self._label(workload, slot.name, slot.library, slot.ranks)
 
     def _label(self, workload: str, name: str, library: str, ranks: int) -> str:
         """Never a pointer or hash: the name, or library, size and an ordinal in the workload."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lanterne.collector.analyse.rebalance import MIN_GAIN as ADVICE_MIN_GAIN
 from lanterne.collector.analyse.straggler import MIN_GAIN
 
 
@@ -14,7 +15,7 @@ class EngineConfig:
     window_seconds: float = 5.0  # verdicts are per window; shares slide over the last two
     deadline_seconds: float = 10.0  # an instance is decided at the latest this long after its start
     idle_seconds: float = 300.0  # a silent communicator is forgotten
-    ended_seconds: float = 15.0  # one whose processes have ended
+    ended_seconds: float = 10.0  # one whose processes have ended: two windows
     cells: int = 1 << 24  # rank-events held for alignment, 36 bytes each
     rows: int = 1 << 22
     communicators: int = 1 << 15
@@ -26,3 +27,9 @@ class EngineConfig:
     flush_batches: int = 512
     max_stride: int = 1024
     min_gain_share: float = MIN_GAIN  # of the time, or a slow rank is not named
+    hang_seconds: float = 10.0  # without anything happening while ranks wait in an operation
+    advice_seconds: float = 30.0  # loads of experts are planned with in windows of this length
+    advice_min_gain: float = ADVICE_MIN_GAIN  # of the busiest GPU's time, or the advice is nothing
+    advice_spare_slots: int = 1  # replicas of each layer that a GPU has room for
+    expert_bytes: float = 0.0  # weights of one expert of one layer; 0 unknown
+    expert_groups: int = 1  # of group-limited routing

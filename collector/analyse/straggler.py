@@ -1,18 +1,14 @@
-"""Who is slow, from own times alone; and why, as far as the evidence goes.
+"""Who is slow, from own times alone; why, `attribution` says.
 
-Detector: ratio m_r / med >= 1.08 and (m_r - med) / max(1.4826 MAD, 1 % of med, noise) >= 3.5, where
-med and MAD are those of the same-role peers without r, in two consecutive windows; with fewer than
-two peers, those of r's own history. Leaving r out keeps it working for three ranks and for several
-stragglers, where a z-score over all is capped below its threshold; the floor keeps a MAD near zero
-from inflating it. The MAD of a few peers is often small by chance; the noise, by which a rank's
-figure changes from window to window anyway, is known from all of them. A rank is named only where
-fixing it would give time back (`gain`).
+Detector: ratio m_r / med >= 1.08 and (m_r - med) / max(1.4826 MAD, 1 % of med) >= 3.5, where med
+and MAD are those of the same-role peers without r, in two consecutive windows. Leaving r out keeps
+it working for three ranks and for several stragglers, where a z-score over all is capped below its
+threshold; the floor keeps a MAD near zero from inflating it. The MAD of a few peers is often small
+by chance, so the excess must also stand out of the noise by which a rank's figure changes from
+window to window (`past`). docs/detection.md has all of it.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +18,14 @@ I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 RATIO, SCORE = 1.08, 3.5
+RATIO_LONG = 1.04  # where it has lasted for LONG windows
 RATIO_CLEAR = 1.04
+FLOOR = 0.01  # of the median
+LIMIT = 5.3  # standard deviations of the noise; 3.75 in each of two independent windows
 MIN_SAMPLES, MIN_SAMPLES_MEAN = 10, 30
 MIN_GAIN = 0.02  # of the time: less than this is not worth naming anyone for
 NAME_AFTER, CLEAR_AFTER = 2, 2  # consecutive windows
-EXACT_RANKS = 64
-HISTORY = 8
-
-NONE, UNKNOWN_CLASS, SLOW_COMPUTE, SLOW_HOST, HOT_EXPERT = 0, 1, 2, 3, 4
+EXACT_RANKS = 16
 
 
 def loo_median(x: F64) -> F64:
@@ -78,39 +74,37 @@ def leave_one_out(m: F64) -> tuple[F64, F64, I64]:
     return center, mad, peers
 
 
-def from_history(history: F64) -> tuple[F64, F64]:
-    """[..., HISTORY] earlier medians of one rank, NaN unused -> (median, MAD); NaN below three."""
-    ordered = np.sort(history, axis=-1)
-    count = history.shape[-1] - np.isnan(ordered).sum(axis=-1)
-
-    def middle(x: F64) -> F64:
-        some = np.maximum(count, 1)
-        low = np.take_along_axis(x, ((some - 1) // 2)[..., None], axis=-1)[..., 0]
-        high = np.take_along_axis(x, (some // 2)[..., None], axis=-1)[..., 0]
-        return (low + high) / 2
-
-    median = middle(ordered)
-    mad = middle(np.sort(np.abs(history - median[..., None]), axis=-1))
-    few = count < 3
-    return np.where(few, np.nan, median), np.where(few, np.nan, mad)
+def middle(x: npt.NDArray[np.floating]) -> F64:
+    """Median over the last axis, NaN ignored; NaN where all are."""
+    ordered = np.sort(x, axis=-1)
+    count = np.maximum(x.shape[-1] - np.isnan(ordered).sum(axis=-1), 1)[..., None]
+    low = np.take_along_axis(ordered, (count - 1) // 2, axis=-1).astype(np.float64)
+    high = np.take_along_axis(ordered, count // 2, axis=-1).astype(np.float64)
+    value: F64 = ((low + high) / 2)[..., 0]
+    return value
 
 
-def compare(m: F64, history: F64, noise: F64 | float = 0.0) -> tuple[F64, F64]:
-    """[C, n] own times, [C, n, HISTORY], [C, 1] their noise (see `own.noise`) -> (ratio, score)."""
-    center, mad, peers = leave_one_out(m)
-    alone = peers < 2
-    if alone.any():
-        past, past_mad = from_history(history)
-        center, mad = np.where(alone, past, center), np.where(alone, past_mad, mad)
-    center = np.where(center > 0, center, np.nan)
-    scale = np.maximum(np.maximum(1.4826 * mad, 0.01 * center), noise)
-    return m / center, (m - center) / scale
+def limit(freedom: F64, at: float = LIMIT) -> F64:
+    """The threshold for a score whose noise is known from so few values, as Student's t is wider
+    than the normal distribution (Wallace's approximation). Infinite for none.
+    """
+    few = np.maximum(freedom, 0.5)
+    wide = at * (8 * few + 3) / (8 * few + 1)
+    with np.errstate(over="ignore"):
+        found: F64 = np.sqrt(few * np.expm1(np.minimum(wide**2 / few, 100.0)))
+    found[freedom <= 0] = np.inf
+    return found
 
 
-def candidates(ratio: F64, score: F64, samples: I64, min_samples: int) -> Bool:
-    """Ranks over the detector's thresholds."""
-    with np.errstate(invalid="ignore"):
-        return (ratio >= RATIO) & (score >= SCORE) & (samples >= min_samples)
+def shrink(shared: F64, windows: int) -> F64:
+    """Standard deviation of the mean of so many windows over that of one, neighbours having a
+    correlation of `shared`, those further apart its powers.
+    """
+    total = np.ones_like(shared)
+    for lag in range(1, windows):
+        total += 2 * (1 - lag / windows) * shared**lag
+    found: F64 = np.sqrt(total / windows)
+    return found
 
 
 def gain(own: npt.NDArray[np.float32], suspects: I64) -> F64:
@@ -139,55 +133,3 @@ def settle(named: Bool, streak: I64, candidate: Bool, calm: Bool) -> tuple[Bool,
     streak = np.where(against, streak + 1, 0)
     flip = streak >= np.where(named, CLEAR_AFTER, NAME_AFTER)
     return named ^ flip, np.where(flip, 0, streak)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of operation of a communicator in a window: what preceded it on each rank."""
-
-    op: int
-    role: int
-    evidence: int
-    instances: int
-    own: F64  # [rank] median or mean own time before it, ns
-    blocked: F64  # [rank] mean time blocked in synchronise before it, wait taken off, ns
-    size: F64  # [rank] mean bytes it sends
-
-
-def classify(kinds: list[Kind], rank: int) -> int:
-    """Class of a slow rank, from the kind of operation that it delays most."""
-    worst, most, center = None, 0.0, math.nan
-    for kind in kinds:
-        middle = _peers(kind.own, rank)
-        excess = (float(kind.own[rank]) - middle) * kind.instances
-        if excess > most:
-            worst, most, center = kind, excess, middle
-    if worst is None:
-        return UNKNOWN_CLASS
-    if worst.evidence == 3 or bool((worst.blocked > 0).any()):
-        # The lateness was spent waiting for the own GPU, or it was not.
-        if not bool((worst.blocked > 0).any()):
-            return UNKNOWN_CLASS
-        blocked = float(worst.blocked[rank]) - _peers(worst.blocked, rank)
-        if blocked < 0.5 * (float(worst.own[rank]) - center):
-            return SLOW_HOST
-    elif worst.evidence == 1:
-        return UNKNOWN_CLASS  # device times alone do not tell a late host from a slow GPU
-    if worst.role == 2 and _hot(worst, rank, center):
-        return HOT_EXPERT
-    return SLOW_COMPUTE
-
-
-def _hot(kind: Kind, rank: int, center: float) -> bool:
-    """Late at combine, and its tokens are as many more as its time is: normal time per token."""
-    usual = _peers(kind.size, rank)
-    if not (usual > 0 and center > 0):
-        return False
-    more = float(kind.size[rank]) / usual
-    return more >= RATIO and float(kind.own[rank]) / center <= more * RATIO
-
-
-def _peers(values: F64, rank: int) -> float:
-    others = np.delete(values, rank)
-    others = others[~np.isnan(others)]
-    return float(np.median(others)) if len(others) else math.nan

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import own, straggler
-from lanterne.collector.analyse.who import KINDS
-from lanterne.collector.analyse.window import OwnBlock
+from lanterne.collector.analyse import drift, past, straggler, suspects
+from lanterne.collector.analyse.kinds import KindStats
+from lanterne.collector.analyse.past import Past
+from lanterne.collector.analyse.peers import Groups
+from lanterne.collector.analyse.suspects import Suspects
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 
-MIN_KIND_INSTANCES = 3
-CHUNK = 1 << 21
+FEW_PEERS = 7
+ENOUGH_ELSEWHERE = 4
+PATIENCE = 6  # windows without figures until a verdict is dropped
+RELAPSE = 60  # windows: who is named again so soon needs twice as long a calm to be cleared
+LONGEST_CALM = 24
+CLEAR_NOW_AND_THEN = suspects.OF_WINDOWS
+CONFIDENT_SAMPLES = 30
+LONE_PAIR = 0.7  # confidence where the other rank of a pair is all there is to compare with
 
 
-class KindStats:
-    """Of one communicator in one window, per kind of operation seen often enough."""
+@dataclass(frozen=True)
+class Observed:
+    """One communicator in the closed window."""
 
-    def __init__(self) -> None:
-        self.kind: list[int] = []
-        self.instances: list[int] = []
-        self.median: list[F64] = []
-        self.mean: list[F64] = []
-        self.count: list[I64] = []
-        self.blocked: list[F64] = []
-        self.size: list[F64] = []
-        self.noise: list[float] = []
-        self.own: list[npt.NDArray[np.float32]] = []  # [rank, instance], sampled
+    slot: int
+    base: int  # its first member
+    ranks: int
+    rows: int  # timed instances
+    span_ns: float
+    kinds: dict[int, tuple[int, int, int]]  # what the numbers of its kinds mean: op, role, evidence
+
+
+@dataclass
+class Window:
+    """What the window brought, [row] or [statistic, row]; rows are all ranks observed."""
+
+    members: I64
+    of: I64  # index into the list of Observed
+    rank: I64
+    own: F64  # ns an operation
+    samples: I64
+    error: F64  # relative standard error of the median, and its degrees of freedom
+    freedom: F64
+    per_ns: F64  # operations a ns
 
 
 class Verdicts:
     """[member] figures of the last closed window, and what outlives it."""
 
     def __init__(self, members: int, min_gain: float = straggler.MIN_GAIN) -> None:
-        """min_gain: share of the time that fixing a rank must give back, or it is not named."""
+        """min_gain: share of the time that a rank must lose to be named."""
         self._min_gain = min_gain
         # Members are set by `forget` when they are given: until then their memory is not touched.
         self.own = np.zeros(members)
@@ -43,205 +66,216 @@ class Verdicts:
         self.named = np.zeros(members, bool)
         self.klass = np.zeros(members, np.int64)
         self.confidence = np.zeros(members)
-        self._streak = np.zeros(members, np.int64)
-        self._history = np.zeros((members, straggler.HISTORY))
+        # What the verdict rests on, kept while it holds:
+        self.method = np.zeros(members, np.uint8)  # snapshot.METHODS
+        self.score = np.zeros(members)  # excess over the most that noise allows
+        self.excess = np.zeros(members)  # ratio that the method found
+        self.peers = np.zeros(members, np.int32)
+        self.windows = np.zeros(members, np.int32)  # since it was named
+        self.statistic = np.zeros(members, np.uint8)  # of suspects' three
+        self.suspected = np.zeros(members, bool)  # in the last window
+        self._horizon = np.zeros(members, np.int32)
+        self._calm = np.zeros(members, np.int32)  # windows in a row that speak against it
+        self._quiet = np.zeros(members, np.int32)  # windows in a row without figures
+        self._free = np.zeros(members, np.int32)  # windows since it was cleared
+        self._relapses = np.zeros(members, np.int32)  # named again soon after being cleared
+        self._past = Past(members)
+        self._drift = drift.Drift(members)
 
     def forget(self, base: int, ranks: int) -> None:
+        self._clear(np.arange(base, base + ranks))
         members = slice(base, base + ranks)
         self.own[members] = self.ratio[members] = np.nan
-        self.named[members] = False
-        self.klass[members] = self._streak[members] = 0
-        self.confidence[members] = 0
-        self._history[members] = np.nan
+        self.peers[members] = self._quiet[members] = self._relapses[members] = 0
+        self._free[members] = RELAPSE + 1
+        self._past.forget(members)
+        self._drift.forget(members)
+
+    def regroup(self, members: I64) -> None:
+        """Members that are compared with others from now on: their past against these is void."""
+        self._past.forget(members)
+        self._drift.forget(members)
 
     def silence(self, base: int, ranks: int) -> None:
-        """A window without evidence: nobody is named, the history stays."""
-        members = slice(base, base + ranks)
+        """A window without evidence: a verdict is held for some, the history stays."""
+        members = np.arange(base, base + ranks)
         self.own[members] = self.ratio[members] = np.nan
-        self.named[members] = False
-        self.klass[members] = self._streak[members] = 0
-        self.confidence[members] = 0
+        self._without_figures(members)
+
+    def _without_figures(self, members: I64) -> None:
+        self._quiet[members] += 1
+        self._clear(members[self._quiet[members] > PATIENCE])
+
+    def _clear(self, members: I64) -> None:
+        self.named[members] = self.suspected[members] = False
+        self.klass[members] = self.method[members] = 0
+        self.confidence[members] = self.score[members] = 0
+        self.excess[members] = np.nan
+        self.windows[members] = self._calm[members] = 0
 
     def update(
         self,
         stats: dict[int, KindStats],
-        slots: list[int],
-        base: I64,
-        ranks: int,
-        rows: I64,
-        span_ns: F64,
-        kinds: list[dict[int, tuple[int, int, int]]],
+        observed: list[Observed],
+        group: I64 | None = None,
+        pool: I64 | None = None,
+        alike: I64 | None = None,
     ) -> None:
-        """Judge the ranks of communicators of one size.
+        """Judge the ranks of communicators.
 
-        slots, base, rows (timed instances), span_ns, kinds (what the kind numbers mean): one entry
-        per communicator.
+        group: [row] whom each rank is compared with, rows being all ranks of all communicators in
+        order; None: those of its communicator. pool: [row] ranks that do the same elsewhere, used
+        beside it where the group is a pair. alike: [row] how many of its group do what it does;
+        where these are fewer than two, only changes against them are judged.
         """
-        median, mean, samples, noise = _combine(stats, slots, ranks)
-        members = base[:, None] + np.arange(ranks)
-        few = samples < straggler.MIN_SAMPLES
-        median[few] = np.nan
-        mean[samples < straggler.MIN_SAMPLES_MEAN] = np.nan
-        history = self._history[members]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio, score = straggler.compare(median, history, noise)
-            ratio2, score2 = straggler.compare(mean, history, noise)
-            by_median = straggler.candidates(ratio, score, samples, straggler.MIN_SAMPLES)
-        alone = (~np.isnan(median)).sum(axis=1, keepdims=True) < 3
-        by_mean = ~alone & straggler.candidates(ratio2, score2, samples, straggler.MIN_SAMPLES_MEAN)
-        suspects = by_median | by_mean | self.named[members]
-        gains = _gains(stats, slots, suspects) * (rows / np.maximum(span_ns, 1.0))[:, None]
-        worth = gains >= self._min_gain
-        use_mean = by_mean & ~by_median
-        shown = np.where(use_mean, ratio2, ratio)
-        candidate = (by_median | by_mean) & worth
-        with np.errstate(invalid="ignore"):
-            slow = np.fmax(ratio, ratio2) >= straggler.RATIO_CLEAR
-            calm = ~(slow & (gains >= self._min_gain / 2))
-        named, streak = straggler.settle(
-            self.named[members], self._streak[members], candidate, calm
+        w = _window(stats, observed)
+        if not len(w.members):
+            return
+        groups = Groups(w.of if group is None else group)
+        own = np.log(np.where(w.own > 0, w.own, np.nan))
+        center, peers = groups.center(own)
+        apart = own - center
+        if alike is not None:
+            peers = np.minimum(peers, alike)
+        elsewhere = _elsewhere(own, pool, peers[0])
+        self._past.push(w.members, apart, own)
+        # Of a rank alone only the changes in itself are known, which may be its work's.
+        noise = suspects.noise_of(
+            self._past, w.members, groups, _of_difference(w.error, peers[0]), w.freedom
         )
-        self.named[members], self._streak[members] = named, streak
-        self.own[members], self.ratio[members] = median, shown
-        best = np.nan_to_num(np.fmax(score, score2), nan=0.0)
-        trust = np.clip(best / (2 * straggler.SCORE), 0, 1) * np.clip(samples / 30, 0, 1)
-        self.confidence[members] = np.where(named, trust, 0.0)
-        self._remember(members, median, by_median | by_mean | named)
-        self._classify(stats, slots, members, named, candidate, use_mean, kinds)
+        found = suspects.examine(self._past, w.members, groups, peers[0], noise, elsewhere)
+        self._drift.add(found, w.members, groups, self._past, peers[0])
+        usual, _ = self._past.usual(w.members)
+        self._settle(w, found, apart, usual, peers[0])
+        named, rows = self.named[w.members], np.arange(len(w.members))
+        statistic = self.statistic[w.members] * named
+        against = apart[statistic, rows]
+        alone = peers[0] < 2
+        against[alone] = (apart - usual)[statistic[alone], rows[alone]]
+        self.own[w.members] = np.where(np.isnan(apart[0]) & ~alone, np.nan, w.own[0])
+        self.ratio[w.members] = np.exp(against)
+        self.peers[w.members] = peers[0]
+        calm = ~found.suspected & ~named
+        # What is usual for the few peers of a suspect is not what they do beside it.
+        calm &= (peers[0] >= FEW_PEERS) | (groups.count(~calm) == 0)
+        self._past.learn(w.members, calm, peers[0] + 1 < past.FEW)
+        self.suspected[w.members] = found.suspected
 
-    def _remember(self, members: I64, median: F64, slow: npt.NDArray[np.bool_]) -> None:
-        keep = ~slow & ~np.isnan(median)
-        chosen = members[keep]
-        self._history[chosen, 1:] = self._history[chosen, :-1].copy()
-        self._history[chosen, 0] = median[keep]
+    def _settle(self, w: Window, found: Suspects, apart: F64, usual: F64, peers: I64) -> None:
+        """Name the suspects that are worth it, clear those that have been calm for long enough."""
+        members, rows = w.members, np.arange(len(w.members))
+        lost = self._loses(w, found, apart, usual)
+        with np.errstate(invalid="ignore"):
+            worth = lost >= self._min_gain
+        candidate = found.suspected & worth
+        named = self.named[members]
+        fresh = candidate & ~named
+        before = self.statistic[members]
+        clearer = (found.statistic == before) & (found.margin >= self.score[members])
+        taken = fresh | (candidate & (clearer | (found.statistic < before)))
+        self.method[members[taken]] = found.method[taken]
+        self.excess[members[taken]] = np.exp(found.excess[taken])
+        self.statistic[members[taken]] = found.statistic[taken]
+        self._horizon[members[taken]] = found.horizon[taken]
+        self.score[members[taken]] = found.margin[taken]
+        self.confidence[members[taken]] = _confidence(found.margin, w.samples, peers)[taken]
+        self.windows[members[fresh]] = 0
+        again = self._free[members[fresh]] <= RELAPSE
+        self._relapses[members[fresh]] = np.where(again, self._relapses[members[fresh]] + 1, 0)
+        self._free[members] = np.where(
+            named | fresh, 0, np.minimum(self._free[members], RELAPSE) + 1
+        )
+        statistic = self.statistic[members]
+        method = self.method[members]
+        against = apart[statistic, rows]
+        risen = (method == suspects.OWN_HISTORY) | (method == suspects.DRIFT) | (peers < 2)
+        rise = against - usual[statistic, rows]
+        # Back at what it used to be is calm too, where it has always been slower than its peers.
+        known = np.where(risen, rise, np.fmin(against, rise))
+        with np.errstate(invalid="ignore"):
+            calm = (known < math.log(straggler.RATIO_CLEAR)) | (lost < self._min_gain / 2)
+        self._calm[members] = np.where(calm & named, self._calm[members] + 1, 0)
+        silent = np.isnan(known)
+        self._quiet[members[~silent]] = 0
+        self.named[members[fresh]] = True
+        self.windows[members[named | fresh]] += 1
+        enough = np.full(len(members), straggler.CLEAR_AFTER)
+        single = (method == suspects.INTERMITTENT) & (self._horizon[members] == suspects.OF_WINDOWS)
+        enough[single] = CLEAR_NOW_AND_THEN
+        enough = np.minimum(enough << np.minimum(self._relapses[members], 4), LONGEST_CALM)
+        self._clear(members[named & ~candidate & (self._calm[members] >= enough)])
+        self._without_figures(members[silent])
 
-    def _classify(
-        self,
-        stats: dict[int, KindStats],
-        slots: list[int],
-        members: I64,
-        named: npt.NDArray[np.bool_],
-        candidate: npt.NDArray[np.bool_],
-        use_mean: npt.NDArray[np.bool_],
-        kinds: list[dict[int, tuple[int, int, int]]],
-    ) -> None:
-        self.klass[members[~named]] = 0
-        for i, rank in zip(*np.nonzero(named), strict=True):
-            member = members[i, rank]
-            if not candidate[i, rank] and self.klass[member] != 0:
-                continue  # in hysteresis: this window does not show why
-            s = stats[slots[i]]
-            own_times = s.mean if use_mean[i, rank] else s.median
-            found = []
-            for k, kind in enumerate(s.kind):
-                op, role, evidence = kinds[i][kind]
-                found.append(
-                    straggler.Kind(
-                        op=op,
-                        role=role,
-                        evidence=evidence,
-                        instances=s.instances[k],
-                        own=own_times[k],
-                        blocked=s.blocked[k],
-                        size=s.size[k],
-                    )
-                )
-            self.klass[member] = straggler.classify(found, int(rank))
+    def _loses(self, w: Window, found: Suspects, apart: F64, usual: F64) -> F64:
+        """[row] share of the time by which the rank is longer on its own than it should be."""
+        rows, members = np.arange(len(w.members)), w.members
+        with np.errstate(invalid="ignore", over="ignore"):
+            # By the median or by the mean: a rank that is slow now and then shows in the latter.
+            excess = np.fmax(*(w.own[s] * -np.expm1(-apart[s]) for s in (0, 1)))
+            risen = np.fmax(*(w.own[s] * -np.expm1(-(apart - usual)[s]) for s in (0, 1)))
+        method = np.where(found.suspected, found.method, self.method[members])
+        then = (method == suspects.OWN_HISTORY) | (method == suspects.DRIFT)
+        lost = np.where(then, np.fmax(risen, np.where(found.suspected, 0.0, excess)), excess)
+        # In single windows: the average over them.
+        singly = (method == suspects.INTERMITTENT) & (found.horizon == suspects.OF_WINDOWS)
+        singly &= found.suspected
+        mean = w.own[found.statistic, rows] * -np.expm1(-np.nan_to_num(found.excess))
+        lost = np.where(singly, np.fmax(lost, mean), lost)
+        share: F64 = lost * w.per_ns
+        return share
 
 
-def _combine(
-    stats: dict[int, KindStats], slots: list[int], ranks: int
-) -> tuple[F64, F64, I64, F64]:
-    """Own time per operation over the kinds, each weighted by how often it occurred.
+def _window(stats: dict[int, KindStats], observed: list[Observed]) -> Window:
+    ranks = np.array([o.ranks for o in observed], dtype=np.int64)
+    total = int(ranks.sum())
+    own, samples = np.full((3, total), np.nan), np.zeros(total, np.int64)
+    error, freedom = np.zeros((2, len(observed)))
+    at = 0
+    for i, comm in enumerate(observed):
+        rows = slice(at, at + comm.ranks)
+        own[:, rows], samples[rows], error[i], freedom[i] = stats[comm.slot].combined()
+        at += comm.ranks
+    of = np.repeat(np.arange(len(observed)), ranks)
+    rank = np.arange(total) - np.repeat(np.cumsum(ranks) - ranks, ranks)
+    own[0, samples < straggler.MIN_SAMPLES] = np.nan
+    own[1:, samples < straggler.MIN_SAMPLES_MEAN] = np.nan
+    span = np.maximum(np.array([o.span_ns for o in observed]), 1.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = np.nan_to_num(error[of] / own[0], nan=0.0, posinf=0.0)
+    return Window(
+        members=np.array([o.base for o in observed], dtype=np.int64)[of] + rank,
+        of=of,
+        rank=rank,
+        own=own,
+        samples=samples,
+        error=relative,
+        freedom=freedom[of],
+        per_ns=(np.array([o.rows for o in observed]) / span)[of],
+    )
 
-    -> (median, mean, samples) [C, rank], noise [C, 1].
+
+def _elsewhere(own: F64, pool: I64 | None, peers: I64) -> Bool:
+    """[statistic, row] whether a rank of a pair is also slower than those that do the same in
+    other communicators of its workload.
     """
-    median, mean = np.full((2, len(slots), ranks), np.nan)
-    samples = np.zeros((len(slots), ranks), np.int64)
-    noise = np.zeros((len(slots), 1))
-    for i, slot in enumerate(slots):
-        s = stats[slot]
-        weight = np.array(s.instances, dtype=np.float64)
-        share = weight / weight.sum()
-        median[i] = share @ np.array(s.median)
-        mean[i] = share @ np.array(s.mean)
-        samples[i] = np.sum(s.count, axis=0)
-        noise[i] = share @ np.array(s.noise)
-    return median, mean, samples, noise
+    if pool is None or not (peers < 2).any():
+        return np.zeros(own.shape, bool)
+    groups = Groups(pool)
+    center, number = groups.center(own)
+    with np.errstate(invalid="ignore"):
+        found = suspects.outside(own - center, groups, straggler.SCORE, straggler.FLOOR)
+        found &= own - center >= math.log(straggler.RATIO)
+    return found & (number >= ENOUGH_ELSEWHERE) & (peers < 2)
 
 
-def _gains(stats: dict[int, KindStats], slots: list[int], suspects: npt.NDArray[np.bool_]) -> F64:
-    """[C, rank] time per operation that fixing a suspect gives back, ns; 0 for the others."""
-    gains = np.zeros(suspects.shape)
-    for i in np.flatnonzero(suspects.any(axis=1)).tolist():
-        s = stats[slots[i]]
-        chosen = np.flatnonzero(suspects[i])
-        share = np.array(s.instances) / np.sum(s.instances)
-        parts = [straggler.gain(own_time, chosen) for own_time in s.own]
-        gains[i, chosen] = share @ np.array(parts)
-    return gains
+def _of_difference(error: F64, peers: I64) -> F64:
+    """Of a rank's figure over the median of so many others', from that of one figure."""
+    wider: F64 = error * np.sqrt(1 + np.pi / 2 / np.maximum(peers, 1.57))
+    return wider
 
 
-def kind_stats(blocks: list[OwnBlock]) -> dict[int, KindStats]:
-    """Medians per (communicator, kind) of a window's own times -> {slot: KindStats}."""
-    found: dict[int, KindStats] = {}
-    for ranks in sorted({b.ranks for b in blocks}):
-        same = [b for b in blocks if b.ranks == ranks]
-        group = np.concatenate([b.group for b in same])
-        own_time = np.concatenate([b.own for b in same], axis=1)
-        blocked = np.concatenate([b.blocked for b in same], axis=1)
-        size = np.concatenate([b.size for b in same], axis=1)
-        order = np.argsort(group, kind="stable")
-        distinct, start, count = np.unique(group[order], return_index=True, return_counts=True)
-        enough = np.flatnonzero(count >= MIN_KIND_INSTANCES)
-        width = 1 << np.ceil(np.log2(count)).astype(np.int64)
-        for padded in np.unique(width[enough]).tolist():
-            chosen = enough[width[enough] == padded]
-            step = max(1, CHUNK // (padded * ranks))
-            for at in range(0, len(chosen), step):
-                part = chosen[at : at + step]
-                _chunk(
-                    found,
-                    distinct[part],
-                    order,
-                    start[part],
-                    count[part],
-                    padded,
-                    (own_time, blocked, size),
-                )
-    return found
-
-
-def _chunk(
-    found: dict[int, KindStats],
-    groups: I64,
-    order: I64,
-    start: I64,
-    count: I64,
-    width: int,
-    columns: tuple[npt.NDArray[np.float32], ...],
-) -> None:
-    """Groups of about the same number of rows at once, padded to `width` with NaN."""
-    offset = np.arange(width)
-    valid = offset < count[:, None]
-    rows = order[np.where(valid, start[:, None] + offset, 0)]  # [G, width]
-    own_time, blocked, size = (c[:, rows] for c in columns)  # [rank, G, width]
-    own_time[:, ~valid] = np.nan
-    missing = np.isnan(own_time)
-    blocked[missing], size[missing] = 0, 0
-    median, mean, samples = own.medians(own_time)
-    noise = own.noise(own_time)
-    some = np.maximum(samples, 1)
-    blocked_mean = blocked.sum(axis=-1, dtype=np.float64) / some
-    size_mean = size.sum(axis=-1, dtype=np.float64) / some
-    for i, group in enumerate(groups.tolist()):
-        s = found.setdefault(group // KINDS, KindStats())
-        s.kind.append(group % KINDS)
-        s.instances.append(int(count[i]))
-        s.median.append(median[:, i])
-        s.mean.append(mean[:, i])
-        s.count.append(samples[:, i])
-        s.blocked.append(blocked_mean[:, i])
-        s.size.append(size_mean[:, i])
-        s.noise.append(float(noise[i]))
-        s.own.append(own_time[:, i, : int(count[i])])
+def _confidence(margin: F64, samples: I64, peers: I64) -> F64:
+    """0..1: how far beyond the thresholds, from how many samples, against how many peers."""
+    clear = np.clip(margin / 2, 0.5, 1.0) * np.clip(samples / CONFIDENT_SAMPLES, 0.3, 1.0)
+    trust: F64 = np.where(peers < 2, LONE_PAIR, 1.0) * clear
+    return trust

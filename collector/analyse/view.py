@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import moe, reasons
+from lanterne.collector.analyse import hang, load, reasons, victims
 from lanterne.collector.analyse import window as w
 from lanterne.collector.analyse.figures import Figures
 from lanterne.collector.analyse.operations import operations, waits
+from lanterne.collector.analyse.paths import NO_MATRIX
 from lanterne.collector.analyse.who import Node
 from lanterne.collector.batch import Head
 from lanterne.collector.snapshot import (
@@ -21,6 +22,7 @@ from lanterne.collector.snapshot import (
     GpuView,
     Later,
     NodeView,
+    Place,
     Ranks,
     Snapshot,
 )
@@ -50,24 +52,32 @@ def build(
         taken_at=now,
         span_seconds=2 * engine.config.window_seconds,
         nodes=nodes,
-        communicators=tuple(_communicator(engine, figures, i) for i in range(len(live))),
+        communicators=tuple(_communicator(engine, figures, i, now) for i in range(len(live))),
         ranks=_ranks(engine, figures),
         gpus=Later(lambda: _gpus(heads)),
         processes=Later(lambda: tuple(chain.from_iterable(h.processes for h in heads))),
         ingest={**ingest, **engine.engine_counts()},
         refused=dict(refused),
+        stages=engine.stages.views(figures, engine.window, engine.registry),
+        experts=engine.experts.views(engine.now_ns, int(engine.config.idle_seconds * NS)),
+        jobs=victims.jobs(engine, figures),
+        engines=engine.experts.engines(engine.now_ns, int(engine.config.idle_seconds * NS)),
+        advice=engine.advisor.advice(),
+        places=_places(heads),
     )
 
 
 def _ranks(engine: Engine, f: Figures) -> Ranks:
     window, registry, v = engine.window, engine.registry, engine.verdicts
+    causes = engine.causes
     of = f.evidence[f.comm]
     known = of > 0
     member = f.member
     total = np.where(known, window.wait_total[of, member] / NS, np.nan)
     blamed = np.where(known, window.blame_total[of, member] / NS, np.nan)
-    named = v.named[member] & known
-    return Ranks(
+    named = causes.named[member] & known
+    ever = window.ever()[f.slots][f.comm].T
+    ranks = Ranks(
         comm=f.comm.astype(np.int64),
         rank=f.rank.astype(np.int64),
         node=registry.node[member].astype(np.int64),
@@ -77,16 +87,36 @@ def _ranks(engine: Engine, f: Figures) -> Ranks:
         wait_seconds=total,
         blame_seconds=blamed,
         comm_seconds=window.comm_total[member] / NS,
-        compute_seconds=np.where(known, window.compute_total[member] / NS, np.nan),
+        compute_seconds=np.where(ever.any(axis=0), window.compute_total[member] / NS, np.nan),
         wait_share=f.wait_share,
         blame_share=f.blame_share,
         own_seconds=np.where(known, v.own[member] / NS, np.nan),
         straggler_ratio=np.where(known, v.ratio[member], np.nan),
         straggler=named.astype(np.int64),
-        klass=np.where(named, v.klass[member], 0),
-        confidence=np.where(named, v.confidence[member], 0.0),
+        klass=np.where(named, causes.klass[member], 0),
+        confidence=np.where(named, causes.confidence[member], 0.0),
         samples=f.outcome[f.comm, w.SCORED],
+        recoverable_share=np.where(named, causes.share[member], np.where(known, 0.0, np.nan)),
+        why=causes.texts(member, named),
+        method=np.where(named, v.method[member], 0).astype(np.int64),
+        found_ratio=np.where(named, v.excess[member], np.nan),
+        score=np.where(named, v.score[member], np.nan),
+        compared=v.peers[member].astype(np.int64),
+        windows=np.where(named, v.windows[member], 0).astype(np.int64),
+        wait_by_source=np.where(ever, window.wait_total[:, member] / NS, np.nan),
+        blame_by_source=np.where(ever, window.blame_total[:, member] / NS, np.nan),
     )
+    return hang.overlay(engine.hangs, ranks, f.slots)
+
+
+def _places(heads: tuple[Head, ...]) -> dict[tuple[int, int], Place]:
+    return {
+        (node, pid): Place(*place)
+        for node, head in enumerate(heads)
+        if head.process_places
+        for (pid, _), place in zip(head.process_keys, head.process_places, strict=True)
+        if place
+    }
 
 
 def _texts(numbers: npt.NDArray[np.int32]) -> tuple[str, ...]:
@@ -96,7 +126,7 @@ def _texts(numbers: npt.NDArray[np.int32]) -> tuple[str, ...]:
     return tuple(map(texts.__getitem__, inverse.tolist()))
 
 
-def _communicator(engine: Engine, f: Figures, i: int) -> CommunicatorView:
+def _communicator(engine: Engine, f: Figures, i: int, now: float) -> CommunicatorView:
     number, slot = f.live[i]
     window = engine.window
     low, high = np.searchsorted(f.comm, [i, i + 1])
@@ -108,6 +138,7 @@ def _communicator(engine: Engine, f: Figures, i: int) -> CommunicatorView:
     instances = int(window.instances[number])
     durations, calls, dispatch, combine = operations(f.histograms.get(number, []))
     matrix = engine.traffic.matrix(number)
+    combined = engine.loads.of(slot.base, slot.ranks)
     absent_code, absent_text = "", ""
     if not evidence:
         absent_code, absent_text = reasons.absent(
@@ -134,7 +165,10 @@ def _communicator(engine: Engine, f: Figures, i: int) -> CommunicatorView:
         waits_for=waits_for,
         last_end_ns=int(window.last_end[number]),
         durations=durations,
-        waits=waits(f.waits.get(number, [])),
+        waits=waits(
+            f.waits.get(number, []),
+            engine.accounts.longest.of(number, lambda at: now - (engine.now_ns - at) / NS),
+        ),
         calls=calls,
         dispatch=dispatch,
         combine=combine,
@@ -144,23 +178,19 @@ def _communicator(engine: Engine, f: Figures, i: int) -> CommunicatorView:
             else None
         ),
         traffic=matrix,
-        load=_load(engine.loads.of(slot.base, slot.ranks), matrix),
+        load=load.figures(combined, matrix),
+        load_share=load.shares(combined, matrix),
+        tokens=engine.loads.tokens(slot.base, slot.ranks),
+        wait_matrix=_seconds(engine.paths.closed.get(number)),
+        matrix_absent="" if number in engine.paths.closed else NO_MATRIX,
+        recoverable_share=engine.causes.recoverable.get(number, math.nan),
+        hang=hang.shown(engine.hangs.found.get(number)),
+        serving=engine.accounts.serving.of(number),
     )
 
 
-def _load(combined: I64 | None, matrix: I64 | None) -> dict[str, float]:
-    """`combined`: what each rank sent back; without it, what it received of whatever kind."""
-    if combined is not None:
-        load = combined.astype(np.float64)
-    elif matrix is not None and matrix.any():
-        load = moe.rank_load(matrix)
-    else:
-        return {}
-    return {
-        "skew": moe.skew(load),
-        "gini": moe.gini(load),
-        "balancedness": moe.balancedness(load),
-    }
+def _seconds(matrix: F64 | None) -> F64 | None:
+    return None if matrix is None else matrix / NS
 
 
 def _clock_error(engine: Engine, members: I64) -> float:

@@ -27,6 +27,7 @@ class Slot:
     kinds: dict[tuple[int, int, int], int] = field(default_factory=dict)
     last_ns: int = 0
     late_attached: bool = False
+    named_by: int = -1  # the member whose word the workload is
 
 
 @dataclass

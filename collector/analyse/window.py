@@ -84,6 +84,7 @@ class Window:
         self.instances = np.zeros(slots, np.int64)
         self.complete_total = np.zeros(slots, np.int64)
         self.last_end = np.zeros(slots, np.int64)
+        self._ever = np.zeros((slots, 4), bool)
         self.blocks: list[OwnBlock] = []
         self.own_cells = 0
         self.own_limit = own_cells
@@ -98,6 +99,7 @@ class Window:
         self.blame_total[:, members] = 0
         self.comm_total[members] = np.nan
         self.compute_total[members] = 0
+        self._ever[slot] = False
         self.instances[slot] = self.complete_total[slot] = self.last_end[slot] = 0
 
     def store(self, block: OwnBlock) -> None:
@@ -108,12 +110,17 @@ class Window:
         self.blocks.append(block)
         self.own_cells += block.own.size
 
+    def ever(self) -> npt.NDArray[np.bool_]:
+        """[slot, evidence] whether any instance of it was ever scored: totals that stay."""
+        return self._ever | (self.current.evidence > 0)
+
     def spans(self) -> F64:
         """[slot] ns observed in the two panes; 0 where nothing was."""
         return self.closed.span_ns + _span(self.current, self.closed)
 
     def close(self, slots: int, members: int) -> list[OwnBlock]:
         """End the window -> its own times. `slots`, `members`: only so many were ever used."""
+        self._ever[:slots] |= self.current.evidence[:slots] > 0
         self.current.span_ns[:] = _span(self.current, self.closed)
         self.current, self.closed = self.closed, self.current
         self.current.zero(slots, members)

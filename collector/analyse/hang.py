@@ -1,0 +1,240 @@
+"""Communicators that stand still while some of their ranks are in an operation.
+
+A rank has *reached* an operation when its call has returned, or is in flight (a blocking call that
+outlasts a window is told of), or has been enqueued. The ranks that have reached fewer operations
+than others are missing; the others wait for them. Nobody is missing where all are in flight and
+none comes out: then the communication itself is stuck, and nobody is blamed. A communicator in
+which all have reached the same operation and nobody is in flight is idle.
+
+Ranks do not reach operations at one moment, so it counts from the last thing that happened in the
+communicator: the newest return or enqueue of any rank, or the entry of the first that waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lanterne.collector.analyse import ops
+from lanterne.collector.analyse.gather import Flow
+from lanterne.collector.analyse.registry import Registry
+from lanterne.collector.analyse.who import Slot
+from lanterne.collector.snapshot import CLASSES, METHODS, HangView, Ranks
+
+T = TypeVar("T", bound=np.generic)
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
+
+NS = 10**9
+STALE_NS = 3 * NS  # a batch older than the node's newest by so much is not of now
+SILENT_NS = 10 * NS  # a node that has not reported for so long says nothing
+COMMON = 40  # operations of the second lane, before they count as the same on all ranks
+UNEVEN = 0.2  # share by which the ranks' numbers may differ there
+COLLECTIVE, P2P = 0, 1
+CONFIDENT = 0.95
+
+
+@dataclass(frozen=True)
+class Hang:
+    """One communicator that stands still."""
+
+    seconds: float
+    lane: int
+    op: int  # of the operation that the others are in; -1 unknown
+    seq: int
+    missing: tuple[int, ...]  # ranks; none: all are in it and none comes out
+    gone: tuple[int, ...]  # those of them whose process has ended
+    arrived: tuple[int, ...]
+
+
+class Hangs:
+    """How far each member is, [lane, member]."""
+
+    def __init__(self, slots: int, members: int, seconds: float) -> None:
+        self._after_ns = int(seconds * NS)
+        # Members are set by `forget` when they are given: until then their memory is not touched.
+        self._reached = np.zeros((2, members), np.int64)  # newest sequence number
+        self._first = np.zeros((2, members), np.int64)
+        self._at = np.zeros((2, members), np.int64)  # when that was told
+        self._op = np.zeros((2, members), np.uint8)
+        self._inside = np.zeros((2, members), np.int64)  # sequence number in flight
+        self._entered = np.zeros((2, members), np.int64)  # on the collector's clock
+        self._told = np.zeros((2, members), np.int64)
+        self._moved = np.zeros(slots, np.int64)  # when anything was last told of a communicator
+        self.found: dict[int, Hang] = {}
+
+    def forget(self, slot: int, base: int, ranks: int) -> None:
+        members = slice(base, base + ranks)
+        for array in (self._reached, self._first, self._inside):
+            array[:, members] = -1
+        self._at[:, members] = self._told[:, members] = self._entered[:, members] = 0
+        self._moved[slot] = 0
+        self.found.pop(slot, None)
+
+    def add(self, flow: Flow, now_ns: int) -> None:
+        """Operations that were told, on common sequence numbers."""
+        lane = flow.table & 1
+        members = self._reached.shape[1]
+        cell = lane * members + flow.member
+        reached, op = self._reached.reshape(-1), self._op.reshape(-1)
+        # Rows of a process come in the order of time: the last of a cell has its newest number.
+        cells, last = np.unique(cell[::-1], return_index=True)
+        seq = flow.seq[::-1][last]
+        fresh = seq > reached[cells]
+        cells, seq = cells[fresh], seq[fresh]
+        first = self._first.reshape(-1)
+        unknown = first[cells] < 0
+        first[cells[unknown]] = seq[unknown]
+        reached[cells] = seq
+        op[cells] = flow.op[::-1][last][fresh]
+        self._at.reshape(-1)[cells] = now_ns
+        self._moved[np.unique(flow.slot)] = now_ns
+
+    def add_pending(
+        self, members: I64, slots: I64, lane: U8, seq: I64, op: U8, entered_ns: I64, now_ns: int
+    ) -> None:
+        """Calls in flight. entered_ns: on the collector's clock."""
+        self._inside[lane, members] = seq
+        self._entered[lane, members] = entered_ns
+        self._told[lane, members] = now_ns
+        waiting = seq > self._reached[lane, members]
+        self._op[lane[waiting], members[waiting]] = op[waiting]
+        self._moved[slots[self._moved[slots] == 0]] = now_ns
+
+    def judge(self, registry: Registry, comparable: Bool, now_ns: int) -> None:
+        """Renew `found`. comparable: [slot] whether the ranks' numbers mean the same operation."""
+        found = {}
+        for number, slot in enumerate(registry.slots):
+            if slot is None or slot.ranks < 2 or not comparable[number]:
+                continue
+            moved = int(self._moved[number])
+            if moved == 0 or now_ns - moved < self._after_ns:
+                continue
+            hang = self._judge(registry, slot, now_ns)
+            if hang is not None:
+                found[number] = hang
+        self.found = found
+
+    def _judge(self, registry: Registry, slot: Slot, now_ns: int) -> Hang | None:
+        members = np.arange(slot.base, slot.base + slot.ranks)
+        known, complete = registry.process[members] >= 0, registry.complete[members]
+        alive, reports = _alive(registry, members, known, now_ns)
+        for lane in (COLLECTIVE, P2P):
+            hang = self._of_lane(lane, members, known & reports, complete, alive, now_ns)
+            if hang is not None:
+                return hang
+        return None
+
+    def _of_lane(
+        self, lane: int, members: I64, known: Bool, complete: Bool, alive: Bool, now_ns: int
+    ) -> Hang | None:
+        reached = self._reached[lane, members]
+        told = self._told[lane, members]
+        inside = (told > now_ns - STALE_NS) & (self._inside[lane, members] > reached) & alive
+        far = np.where(inside, self._inside[lane, members], reached)
+        known = known & ((far >= 0) | complete)
+        if known.sum() < 2 or (lane == P2P and not self._even(members, known, inside)):
+            return None
+        least = int(far[known].min())
+        arrived = known & (far > least) & alive
+        missing = known & (far == least)
+        if not arrived.any():
+            if not (inside[known & alive].all() and inside.any()):
+                return None  # all have come as far, and nobody is in it: idle
+            arrived, missing = inside, np.zeros_like(inside)
+        start = int(self._at[lane, members[known]].max())
+        if (arrived & inside).any():
+            start = max(start, int(self._entered[lane, members[arrived & inside]].min()))
+        if now_ns - start < self._after_ns:
+            return None
+        waiting = int(np.flatnonzero(arrived)[0])
+        return Hang(
+            seconds=(now_ns - start) / NS,
+            lane=lane,
+            op=int(self._op[lane, members[waiting]]),
+            seq=least + 1 if missing.any() else least,
+            missing=tuple(np.flatnonzero(missing).tolist()),
+            gone=tuple(np.flatnonzero(missing & ~alive).tolist()),
+            arrived=tuple(np.flatnonzero(arrived).tolist()),
+        )
+
+    def _even(self, members: I64, known: Bool, inside: Bool) -> bool:
+        """Whether the ranks have all had about as many operations of the lane: the groups of a
+        pipeline's stages are not the same operation.
+        """
+        if inside.any():
+            return False
+        had = (self._reached - self._first)[P2P, members[known]]
+        return int(had.min()) >= COMMON and int(had.max() - had.min()) <= UNEVEN * int(had.max())
+
+
+def _alive(registry: Registry, members: I64, known: Bool, now_ns: int) -> tuple[Bool, Bool]:
+    """-> [rank] whether the process lives and holds the communicator; whether its node reports."""
+    node = np.where(known, registry.node[members], -1)
+    newest = np.array([n.head.received_ns for n in registry.nodes] + [0])
+    lists = np.array([n.lists_processes for n in registry.nodes] + [False])
+    reports = newest[node] > now_ns - SILENT_NS
+    process = np.where(known, registry.process[members], 0)
+    seen = registry.process_seen[process]
+    holds = registry.seen_ns[members] >= newest[node] - STALE_NS
+    lives = ~lists[node] | (seen >= newest[node] - STALE_NS)
+    return known & reports & lives & holds, known & reports
+
+
+def shown(hang: Hang | None) -> HangView | None:
+    """As the snapshot has it."""
+    if hang is None:
+        return None
+    return HangView(
+        seconds=hang.seconds,
+        op=ops.name(hang.op),
+        seq=hang.seq,
+        missing=hang.missing,
+        gone=hang.gone,
+        arrived=hang.arrived,
+    )
+
+
+def overlay(hangs: Hangs, ranks: Ranks, slots: I64) -> Ranks:
+    """Name the missing ranks, whatever was known of them before. slots: of each communicator."""
+    rows, texts = [], {}
+    for comm in np.flatnonzero(np.isin(slots, list(hangs.found))).tolist():
+        hang = hangs.found[int(slots[comm])]
+        low, high = np.searchsorted(ranks.comm, [comm, comm + 1])
+        mine = low + np.flatnonzero(np.isin(ranks.rank[low:high], hang.missing))
+        rows.append(mine)
+        texts.update({row: _why(hang, int(ranks.rank[row])) for row in mine.tolist()})
+    if not texts:
+        return ranks
+    at = np.concatenate(rows)
+    why = list(ranks.why) or [""] * len(ranks.rank)
+    for row, text in texts.items():
+        why[row] = text
+
+    def changed(values: npt.NDArray[T], value: float) -> npt.NDArray[T]:
+        values = values.copy()
+        values[at] = value
+        return values
+
+    return replace(
+        ranks,
+        straggler=changed(ranks.straggler, 1),
+        klass=changed(ranks.klass, CLASSES.index("hang")),
+        confidence=changed(ranks.confidence, CONFIDENT),
+        method=changed(ranks.method, METHODS.index("hang")),
+        score=changed(ranks.score, np.nan),
+        found_ratio=changed(ranks.found_ratio, np.nan),
+        windows=changed(ranks.windows, 0),
+        why=tuple(why),
+    )
+
+
+def _why(hang: Hang, rank: int) -> str:
+    what = "its process has ended" if rank in hang.gone else "it has not come"
+    count = len(hang.arrived)
+    waits = f"{count} rank{'s' * (count != 1)} in {ops.name(hang.op)} {hang.seq}"
+    return f"{what}; {waits} for {hang.seconds:.0f} s"
