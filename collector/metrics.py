@@ -21,12 +21,21 @@ class Metric:
     help: str
 
 
+class Exemplar(NamedTuple):
+    """One observation behind a bucket, with what leads to it; shown in OpenMetrics only."""
+
+    labels: dict[str, str]  # at most 128 characters, names and values together
+    value: float
+    at: float  # UNIX seconds
+
+
 class Point(NamedTuple):
     """One sample. Points of one rank share one labels mapping: the text writer relies on it."""
 
     name: str
     labels: dict[str, str]
     value: float
+    exemplar: Exemplar | None = None
 
 
 class Family(NamedTuple):
@@ -54,6 +63,10 @@ _add("histogram", "lanterne_moe_dispatch_duration_seconds", ("workload", "source
      "Duration of the all-to-all that sends tokens to their experts.")
 _add("histogram", "lanterne_moe_combine_duration_seconds", ("workload", "source"),
      "Duration of the all-to-all that brings expert results back.")
+_add("gauge", "lanterne_moe_rank_tokens_max", COMM,
+     "Tokens that the busiest expert-parallel rank received in the last span.")
+_add("gauge", "lanterne_moe_rank_tokens_mean", COMM,
+     "Tokens that an expert-parallel rank received in the last span, mean over ranks.")
 _add("counter", "lanterne_collective_calls_total", (*COMM, "op", "source"),
      "Calls of an operation, every rank's counted; source none: only their order is known.")
 _add("counter", "lanterne_collective_call_errors_total", (*COMM, "op", "source"),
@@ -76,6 +89,21 @@ _add("gauge", "lanterne_rank_straggler_ratio", RANK,
      "Own time between collectives over the median of its peers; 1 is as fast as they are.")
 _add("gauge", "lanterne_rank_straggler", (*RANK, "class"),
      "1 where the others wait for this rank, with the class of the fault; absent where unjudged.")
+_add("counter", "lanterne_rank_stage_seconds_total",
+     ("workload", "rank", "node", "gpu", "kernel_stage"),
+     "Time a rank's GPU ran kernels of a stage of the layer, waiting in collectives included.")
+_add("gauge", "lanterne_bubble_ratio", ("workload", "rank"),
+     "Share of the time in which a rank's GPU neither computed nor transferred, waiting included.")
+_add("gauge", "lanterne_moe_comm_compute_ratio", ("workload", "rank"),
+     "Transfer of dispatch and combine, waiting removed, over the time of the expert GEMMs.")
+_add("gauge", "lanterne_rank_recoverable_ratio", RANK,
+     "Share of the time that would come back if this rank alone were fixed; 0 where not named.")
+_add("gauge", "lanterne_workload_recoverable_ratio", ("workload",),
+     "Share of the step that would come back with every rank at the median of its role.")
+_add("gauge", "lanterne_rank_missing", RANK,
+     "1 where the others stand in an operation that this rank has not come to.")
+_add("gauge", "lanterne_rank_info", (*RANK, "namespace", "pod", "container", "owner"),
+     "Constant 1: the pod of a rank's process, where it lives in one.")
 
 # Communicators.
 _add("gauge", "lanterne_communicator_info", (*COMM, "library", "role", "source"),
@@ -86,8 +114,56 @@ _add("gauge", "lanterne_communicator_ranks_seen", COMM,
      "Ranks of these communicators that reported.")
 _add("gauge", "lanterne_communicator_complete_ratio", COMM,
      "Share of recent operations in which every rank was seen.")
+_add("gauge", "lanterne_communicator_hung_seconds", COMM,
+     "Time since anything happened where ranks stand in an operation; 0 where it goes on.")
 _add("gauge", "lanterne_communicator_waits_absent", (*COMM, "reason"),
      "1 where the waits cannot be known, and why; 0 with reason none where they are known.")
+
+# Steps of a program with expert layers.
+_add("gauge", "lanterne_moe_step_seconds", (*COMM, "part", "source"),
+     "Median time that each part of the usual step takes, mean over ranks.")
+_add("gauge", "lanterne_moe_step_operations", COMM,
+     "Operations of the communicator in its usual step.")
+
+# Experts, where an engine tells; of the last window that had load.
+_LAYER = ("workload", "layer")
+_add("gauge", "lanterne_expert_load_skew_ratio", _LAYER,
+     "Load of the busiest expert over the mean; 1 is even.")
+_add("gauge", "lanterne_expert_load_gini_ratio", _LAYER,
+     "Gini coefficient of the load of the experts; 0 is even.")
+_add("gauge", "lanterne_expert_load_excess_gini_ratio", _LAYER,
+     "The same beyond what uniform routing gives by chance.")
+_add("gauge", "lanterne_expert_balancedness_ratio", _LAYER,
+     "Mean load of the ranks over that of the busiest; 1 is even. Absent without placement.")
+_add("gauge", "lanterne_expert_overflow_ratio", _LAYER,
+     "Share of assignments above 1.25 times an even load, rounded up; not drops.")
+_add("gauge", "lanterne_expert_zero_load_ratio", _LAYER, "Share of experts that got nothing.")
+_add("gauge", "lanterne_expert_local_hit_ratio", _LAYER,
+     "Share of assignments that stayed on their rank. Absent where sources do not tell theirs.")
+_add("gauge", "lanterne_expert_assignments", _LAYER,
+     "Assignments of tokens to experts in that window.")
+_add("gauge", "lanterne_expert_low_confidence", _LAYER,
+     "1 where there were fewer than 30 assignments an expert: skew is mostly chance then.")
+_add("gauge", "lanterne_expert_layers_left_out", (),
+     "Layers beyond what this page may show; the JSON view has them.")
+
+# What engines tell of themselves; the worst of the workload's engines.
+_PERCENTILE = ("workload", "percentile")
+_add("gauge", "lanterne_engine_ttft_seconds", _PERCENTILE, "Time to the first token.")
+_add("gauge", "lanterne_engine_tpot_seconds", _PERCENTILE,
+     "Time per output token after the first, mean of each request.")
+_add("gauge", "lanterne_engine_inter_token_seconds", _PERCENTILE,
+     "Time between two output tokens.")
+_add("gauge", "lanterne_engine_request_latency_seconds", _PERCENTILE,
+     "Time of a whole request.")
+_add("gauge", "lanterne_engine_balancedness_ratio", ("workload",),
+     "Mean over largest load of the ranks, as the engine itself reports it.")
+
+# Advice on experts: kinds are a fixed few, one series each and workload.
+_add("gauge", "lanterne_advice_gain_ratio", ("workload", "advice"),
+     "Share of the busiest GPU's time that the advice is expected to save on the next window.")
+_add("gauge", "lanterne_advice_info", ("workload", "advice"),
+     "1 for each piece of advice there now is; advice nothing: leave the experts as they are.")
 
 # GPUs, as NVML reads them: context, never evidence of waiting.
 _GPU = ("node", "gpu")
@@ -119,6 +195,12 @@ _add("counter", "lanterne_node_operations_unresolved_total", ("node",),
      "Operations on such communicators; they are in no other metric.")
 _add("counter", "lanterne_node_blind_graph_launches_total", ("node",),
      "CUDA graph launches whose collectives cannot be seen from the host.")
+_add("counter", "lanterne_node_steps_total", ("node",),
+     "Steps (one synchronise call or graph launch to the next) of processes with communicators.")
+_add("counter", "lanterne_node_blind_steps_total", ("node",),
+     "Of them, steps whose collectives ran in CUDA graphs where nobody sees them.")
+_add("gauge", "lanterne_node_processes_untold", ("node",),
+     "Processes that use CUDA and are left out because the node has more than the bound.")
 _add("gauge", "lanterne_node_source_success", ("node", "source"),
      "1 where a source of the node's agent (uprobes, nvml, host) works.")
 _add("gauge", "lanterne_node_libraries_failed", ("node",),
@@ -141,14 +223,28 @@ _add("counter", "lanterne_collector_batches_total", ("status",),
      "Batches received, by how they were answered.")
 _add("counter", "lanterne_collector_batches_refused_total", ("reason",),
      "Batches refused as invalid, by reason.")
+_add("counter", "lanterne_collector_streams_refused_total", ("reason",),
+     "Agents turned away, by reason: certificate, token, or a node's name that is not theirs.")
 _add("counter", "lanterne_collector_frames_total", (),
      "Frames received, those without a batch included.")
 _add("counter", "lanterne_collector_rows_total", ("status",),
      "Operations of ranks received, and those that could not be aligned, by cause.")
 _add("counter", "lanterne_collector_dropped_total", ("reason",),
      "What else the collector's bounds made it leave out, by cause.")
+_add("counter", "lanterne_collector_recorded_frames_total", (),
+     "Frames written to the recording; absent where none is made.")
+_add("counter", "lanterne_collector_recorded_bytes_total", (),
+     "Bytes written to the recording, compressed.")
 _add("gauge", "lanterne_collector_alignment_cells", (),
      "Operations of ranks for which alignment holds room.")
+_add("counter", "lanterne_collector_state_errors_total", ("reason",),
+     "State that could not be taken up after a start, or kept for the next one.")
+_add("gauge", "lanterne_collector_state_timestamp_seconds", (),
+     "When the state was last kept, UNIX time; absent where none is.")
+_add("gauge", "lanterne_collector_config_reload_success", (),
+     "1 where the configuration was last read (at the start, or on SIGHUP) without error.")
+_add("gauge", "lanterne_collector_config_reload_timestamp_seconds", (),
+     "When the configuration was last read without error, UNIX time.")
 _add("counter", "lanterne_collector_engine_errors_total", (),
      "Batches or snapshots that failed in the analysis: each is a defect worth reporting.")
 # fmt: on

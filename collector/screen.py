@@ -13,13 +13,15 @@ from lanterne.collector.view import Message, RankRow, View
 WIDE = 120  # columns from which more than the essential is shown
 MAX_HEADLINES = 3
 MAX_MESSAGES = 5
+MAX_ADVICE = 3
+MAX_MOE = 4
 STALLED_SECONDS = 10.0
 
 
 def screen(shown: View, *, width: int, height: int, address: str) -> RenderableType:
     """Totals, who holds up whom, why anything is missing, the worst ranks as a table, and where
     the same figures are metrics."""
-    lines = [_totals(shown), *_headlines(shown), *_messages(shown)]
+    lines = [_totals(shown), *_headlines(shown), *_messages(shown), *_moe(shown), *_advice(shown)]
     foot = Text(clean(f"metrics: {address}/metrics"), style="dim")
     used = sum(-(-len(line.plain) // max(width, 1)) for line in [*lines, foot]) + 4
     rows = shown.rows[: max(3, height - used)]
@@ -47,6 +49,8 @@ def _headlines(shown: View) -> Iterator[Text]:
     named = [row for row in shown.rows if row.straggler]
     for row in named[:MAX_HEADLINES]:
         yield Text(headline(row), style="bold red")
+        if row.method != "none" and row.found_ratio is not None:
+            yield Text(clean(_found(row)), style="dim")
     if shown.totals.stragglers > MAX_HEADLINES:
         yield Text(f"... and {shown.totals.stragglers - MAX_HEADLINES} more", style="red")
     if not named and any(row.straggler_ratio is not None for row in shown.rows):
@@ -61,10 +65,35 @@ def headline(row: RankRow) -> str:
         waits = (
             f": {row.waiting} of {row.peers} others wait {row.others_wait_share:.0%} of their time"
         )
+    cost = "" if row.recoverable_seconds_per_hour is None else f", {_cost(row)}"
+    why = f" ({row.why})" if row.why else ""
     return clean(
-        f"rank {row.rank} ({_where(row)}) holds up {_comm(row)}: {row.klass}{slow}{waits} "
-        f"[{row.evidence}]"
+        f"rank {row.rank} ({_where(row)}{_pod(row)}) holds up {_comm(row)}: "
+        f"{row.klass}{slow}{waits}{cost} [{row.evidence}]{why}"
     )
+
+
+def _cost(row: RankRow) -> str:
+    """What would come back in an hour with this rank fixed."""
+    seconds = row.recoverable_seconds_per_hour or 0.0
+    return f"costs {seconds / 60:.0f} min/h" if seconds >= 60 else f"costs {seconds:.0f} s/h"
+
+
+_METHOD = {
+    "peers": "against {} peers",
+    "history": "against what it used to be",
+    "intermittent": "now and then, against {} peers",
+    "drift": "crept up over hours",
+}
+
+
+def _found(row: RankRow) -> str:
+    """What the verdict rests on."""
+    how = _METHOD.get(row.method, row.method).format(row.compared)
+    score = "" if row.score is None else f", {row.score:.1f} times what noise allows"
+    sure = "" if row.confidence is None else f", confidence {row.confidence:.0%}"
+    windows = f"{row.windows} window{'s' * (row.windows != 1)}"
+    return f"  {row.found_ratio:.2f}x {how}{score}, named for {windows}{sure}"
 
 
 def _messages(shown: View) -> Iterator[Text]:
@@ -79,9 +108,25 @@ def _messages(shown: View) -> Iterator[Text]:
         yield Text(f"... and {len(shown.messages) - MAX_MESSAGES} more messages", style="yellow")
 
 
+def _moe(shown: View) -> Iterator[Text]:
+    for text in shown.moe[:MAX_MOE]:
+        yield Text(clean(text))
+    if len(shown.moe) > MAX_MOE:
+        yield Text(f"... and more at /api/v1/experts ({len(shown.moe)})")
+
+
+def _advice(shown: View) -> Iterator[Text]:
+    for text in shown.advice[:MAX_ADVICE]:
+        yield Text(clean(f"advice for {text}"), style="cyan")
+    if len(shown.advice) > MAX_ADVICE:
+        yield Text(f"... and more advice at /api/v1/advice ({len(shown.advice)})", style="cyan")
+
+
 def _message(message: Message) -> str:
     lead = {
+        "hang": "Hang in {}: ",
         "blind": "Waits unknown for {}: ",
+        "graphs": "Node {}: ",
         "lost": "Node {}: ",
         "stale": "Node {}: ",
         "library": "Node {}: cannot probe ",
@@ -94,6 +139,9 @@ def _table(rows: tuple[RankRow, ...], *, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), expand=False, header_style="bold underline")
     table.add_column("RANK", justify="right", no_wrap=True)
     table.add_column("NODE:GPU", no_wrap=True, max_width=30 if wide else 16)
+    pods = wide and any(row.pod for row in rows)
+    if pods:
+        table.add_column("POD", no_wrap=True, max_width=30)
     if wide:
         table.add_column("WORKLOAD", no_wrap=True, max_width=18)
     table.add_column("COMM", no_wrap=True, max_width=24 if wide else 12)
@@ -108,6 +156,7 @@ def _table(rows: tuple[RankRow, ...], *, wide: bool) -> Table:
         table.add_column("WHO WAITS", no_wrap=True, max_width=30)
     for row in rows:
         cells = [str(row.rank), _where(row)]
+        cells += [row.pod or "-"] if pods else []
         cells += [row.workload] if wide else []
         cells += [
             row.comm,
@@ -130,6 +179,10 @@ def _count(number: int, what: str) -> str:
 
 def _where(row: RankRow) -> str:
     return f"{row.node}:{row.gpu}" if row.gpu else row.node
+
+
+def _pod(row: RankRow) -> str:
+    return f", pod {row.pod}" if row.pod else ""
 
 
 def _comm(row: RankRow) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lanterne.collector.metrics import CATALOG, RANK, Family, Point
+from lanterne.collector.metrics import CATALOG, RANK, Exemplar, Family, Point
 from lanterne.collector.snapshot import (
     CLASSES,
     DOMAINS,
@@ -20,6 +20,8 @@ from lanterne.collector.snapshot import (
     I64,
     CommunicatorView,
     Histogram,
+    LongWait,
+    Ranks,
     Snapshot,
 )
 
@@ -35,6 +37,8 @@ def families(snapshot: Snapshot) -> Iterator[Family]:
     yield _bytes(snapshot.communicators)
     yield from _ranks(snapshot)
     yield from _communicators(snapshot.communicators)
+    yield from _tokens(snapshot.communicators)
+    yield _jobs(snapshot)
 
 
 def _histograms(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
@@ -48,7 +52,7 @@ def _histograms(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
         for (op, source), histogram in comm.durations.items():
             duration.add((comm.workload, comm.name, op, source), histogram)
         for (op, source), histogram in comm.waits.items():
-            wait.add((comm.workload, comm.name, op, source), histogram)
+            wait.add((comm.workload, comm.name, op, source), histogram, comm.comm_hash)
         for source, histogram in comm.dispatch.items():
             dispatch.add((comm.workload, source), histogram)
         for source, histogram in comm.combine.items():
@@ -65,27 +69,50 @@ class _Merged:
         self._labels = labels
         self._bins: dict[Key, list[I64]] = {}
         self._sums: dict[Key, float] = {}
+        self._newest: dict[Key, Exemplar] = {}
 
-    def add(self, key: Key, histogram: Histogram) -> None:
+    def add(self, key: Key, histogram: Histogram, comm_hash: int = 0) -> None:
         self._bins.setdefault(key, []).append(histogram.bins)
         self._sums[key] = self._sums.get(key, 0.0) + histogram.sum_seconds
+        if histogram.longest is not None:
+            found = _exemplar(histogram.longest, comm_hash)
+            before = self._newest.get(key)
+            if before is None or found.at > before.at:
+                self._newest[key] = found
 
     def family(self) -> Family:
         points: list[Point] = []
         for key, bins in self._bins.items():
             labels = dict(zip(self._labels, key, strict=True))
-            points += _histogram(self._name, labels, sum(bins), self._sums[key])
+            exemplar = self._newest.get(key)
+            points += _histogram(self._name, labels, sum(bins), self._sums[key], exemplar)
         return Family(CATALOG[self._name], points)
 
 
-def _histogram(name: str, labels: dict[str, str], bins: I64 | int, total: float) -> Iterator[Point]:
+def _exemplar(longest: LongWait, comm_hash: int) -> Exemplar:
+    """`comm_hash` as the JSON view takes it, so that a link can be made of it."""
+    labels = {
+        "comm_hash": f"0x{comm_hash:016x}",
+        "last_rank": str(longest.last_rank),
+        "seq": str(longest.seq),
+        "waiting_rank": str(longest.rank),
+    }
+    return Exemplar(labels, longest.seconds, longest.at)
+
+
+def _histogram(
+    name: str, labels: dict[str, str], bins: I64 | int, total: float, exemplar: Exemplar | None
+) -> Iterator[Point]:
     """Cumulative buckets; bin b holds [2^b, 2^(b+1)) ns, so `le` 2^e ns covers the bins below e."""
     upto = np.concatenate(([0], np.cumsum(bins)))
     last = len(upto) - 1
     for exponent in BUCKET_EXPONENTS:
-        edge = repr(2.0**exponent / 1e9)
-        yield Point(f"{name}_bucket", {**labels, "le": edge}, float(upto[min(exponent, last)]))
-    yield Point(f"{name}_bucket", {**labels, "le": "+Inf"}, float(upto[-1]))
+        here = None
+        if exemplar is not None and exemplar.value * 1e9 < 2.0**exponent:
+            here, exemplar = exemplar, None
+        edge = {**labels, "le": repr(2.0**exponent / 1e9)}
+        yield Point(f"{name}_bucket", edge, float(upto[min(exponent, last)]), here)
+    yield Point(f"{name}_bucket", {**labels, "le": "+Inf"}, float(upto[-1]), exemplar)
     yield Point(f"{name}_count", labels, float(upto[-1]))
     yield Point(f"{name}_sum", labels, total)
 
@@ -173,14 +200,8 @@ def _ranks(snapshot: Snapshot) -> Iterator[Family]:
         )
     ]
     plain = _Rows.of(RANK, keys)
-    evidence = [EVIDENCE[e] for e in ranks.evidence.tolist()]
-    sourced = _Rows.of(
-        (*RANK, "source"), [(*key, source) for key, source in zip(keys, evidence, strict=True)]
-    )
     blind = ranks.evidence == 0
-    wait, blame = (np.where(blind, np.nan, v) for v in (ranks.wait_seconds, ranks.blame_seconds))
-    yield sourced.family("lanterne_rank_wait_seconds_total", wait, sourced.add)
-    yield sourced.family("lanterne_rank_blame_seconds_total", blame, sourced.add)
+    yield from _by_source(ranks, keys)
     yield plain.family("lanterne_rank_comm_seconds_total", ranks.comm_seconds, plain.add)
     yield plain.family("lanterne_rank_compute_seconds_total", ranks.compute_seconds, plain.add)
     yield plain.family("lanterne_rank_straggler_ratio", ranks.straggler_ratio, plain.worst)
@@ -194,6 +215,69 @@ def _ranks(snapshot: Snapshot) -> Iterator[Family]:
     )
     values = np.where(judged, named.astype(np.float64), np.nan)
     yield verdict.family("lanterne_rank_straggler", values, verdict.worst)
+    missing = np.where(ranks.klass == CLASSES.index("hang"), 1.0, np.nan)
+    yield plain.family("lanterne_rank_missing", missing, plain.worst)
+    if len(ranks.recoverable_share):
+        back = np.where(judged, np.where(named, ranks.recoverable_share, 0.0), np.nan)
+        yield plain.family("lanterne_rank_recoverable_ratio", back, plain.worst)
+    yield _info(snapshot, keys)
+
+
+def _info(snapshot: Snapshot, keys: list[Key]) -> Family:
+    metric = CATALOG["lanterne_rank_info"]
+    found: dict[Key, None] = {}
+    if snapshot.places:
+        who = zip(snapshot.ranks.node.tolist(), snapshot.ranks.pid.tolist(), strict=True)
+        for key, process in zip(keys, who, strict=True):
+            place = snapshot.places.get(process)
+            if place is not None and place.pod:
+                found[*key, place.namespace, place.pod, place.container, place.owner] = None
+    labels = [dict(zip(metric.labels, key, strict=True)) for key in found]
+    return Family(metric, [Point(metric.name, one, 1.0) for one in labels])
+
+
+def _by_source(ranks: Ranks, keys: list[Key]) -> Iterator[Family]:
+    """Counters stay once they exist, also while there is no evidence, or another one."""
+    for name, by_source, present in (
+        ("lanterne_rank_wait_seconds_total", ranks.wait_by_source, ranks.wait_seconds),
+        ("lanterne_rank_blame_seconds_total", ranks.blame_by_source, ranks.blame_seconds),
+    ):
+        if not by_source.size:
+            by_source = np.full((len(EVIDENCE), len(keys)), np.nan)
+            by_source[ranks.evidence, np.arange(len(keys))] = present
+        found: list[tuple[Key, float]] = []
+        for source in range(1, len(EVIDENCE)):
+            values = by_source[source]
+            for row in np.flatnonzero(~np.isnan(values)).tolist():
+                found.append(((*keys[row], EVIDENCE[source]), float(values[row])))
+        rows = _Rows.of((*RANK, "source"), [key for key, _ in found])
+        yield rows.family(name, np.array([value for _, value in found]), rows.add)
+
+
+def _jobs(snapshot: Snapshot) -> Family:
+    name = "lanterne_workload_recoverable_ratio"
+    points = [
+        Point(name, {"workload": job.workload}, job.recoverable_share)
+        for job in snapshot.jobs
+        if not np.isnan(job.recoverable_share)
+    ]
+    return Family(CATALOG[name], points)
+
+
+def _tokens(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
+    """Of the communicator with the busiest rank, where several share a name."""
+    found: dict[Key, tuple[float, float]] = {}
+    for comm in comms:
+        if comm.tokens is not None and len(comm.tokens):
+            key = (comm.workload, comm.name)
+            told = float(comm.tokens.max()), float(comm.tokens.mean())
+            found[key] = max(told, found.get(key, told))
+    for i, name in enumerate(("lanterne_moe_rank_tokens_max", "lanterne_moe_rank_tokens_mean")):
+        metric = CATALOG[name]
+        yield Family(
+            metric,
+            [Point(name, dict(zip(metric.labels, k, strict=True)), v[i]) for k, v in found.items()],
+        )
 
 
 def _communicators(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
@@ -202,6 +286,7 @@ def _communicators(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
     seen: dict[Key, float] = {}
     complete: dict[Key, float] = {}
     absent: dict[Key, float] = {}
+    hung: dict[Key, float] = {}
     for comm in comms:
         key = (comm.workload, comm.name)
         info[*key, comm.library, comm.role, EVIDENCE[comm.evidence]] = 1.0
@@ -212,12 +297,14 @@ def _communicators(comms: Sequence[CommunicatorView]) -> Iterator[Family]:
         # The code, not the text: numbers in that would make a new series each time.
         reason = comm.absent_code or ("other" if comm.absent_reason else "none")
         absent[*key, reason] = float(reason != "none")
+        hung[key] = max(hung.get(key, 0.0), comm.hang.seconds if comm.hang else 0.0)
     for name, values in (
         ("lanterne_communicator_info", info),
         ("lanterne_communicator_ranks", ranks),
         ("lanterne_communicator_ranks_seen", seen),
         ("lanterne_communicator_complete_ratio", complete),
         ("lanterne_communicator_waits_absent", absent),
+        ("lanterne_communicator_hung_seconds", hung),
     ):
         metric = CATALOG[name]
         yield Family(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lanterne.collector.metrics import CATALOG, Family, Point
+from lanterne.collector.reload import Reloaded
 from lanterne.collector.snapshot import GpuView, NodeView, Snapshot
 
 Rows = Sequence[tuple[tuple[str, ...], float]]
@@ -29,6 +30,9 @@ _HEALTH = {
     "communicators_unresolved": "lanterne_node_communicators_unresolved",
     "operations_unresolved": "lanterne_node_operations_unresolved_total",
     "blind_graph_launches": "lanterne_node_blind_graph_launches_total",
+    "steps": "lanterne_node_steps_total",
+    "blind_steps": "lanterne_node_blind_steps_total",
+    "processes_untold": "lanterne_node_processes_untold",
 }
 
 
@@ -39,6 +43,9 @@ class Runtime:
     version: str
     queue_depth: int
     engine_errors: int
+    state_errors: Mapping[str, int] | None = None  # by reason
+    state_saved_at: float = 0.0  # UNIX seconds; 0: never
+    reload: Reloaded | None = None
 
 
 def families(snapshot: Snapshot) -> Iterator[Family]:
@@ -53,6 +60,14 @@ def runtime_families(runtime: Runtime) -> Iterator[Family]:
     yield _family("lanterne_collector_info", [((runtime.version,), 1.0)])
     yield _family("lanterne_collector_queue_depth", [((), float(runtime.queue_depth))])
     yield _family("lanterne_collector_engine_errors_total", [((), float(runtime.engine_errors))])
+    yield _labelled("lanterne_collector_state_errors_total", runtime.state_errors or {})
+    saved = runtime.state_saved_at
+    yield _family("lanterne_collector_state_timestamp_seconds", [((), saved)] if saved else [])
+    told = runtime.reload
+    success = [((), float(told.success))] if told else []
+    yield _family("lanterne_collector_config_reload_success", success)
+    at = [((), told.succeeded_at)] if told else []
+    yield _family("lanterne_collector_config_reload_timestamp_seconds", at)
 
 
 def _family(name: str, rows: Rows) -> Family:
@@ -123,13 +138,17 @@ def _ingest(snapshot: Snapshot) -> Iterator[Family]:
     ingest: Mapping[str, int] = snapshot.ingest
     left = dict(ingest)
     batches = _with_prefix(left, "batches_")
+    streams = _with_prefix(left, "streams_")
     rows = {"taken": left.pop("rows", 0)} | _with_prefix(left, "rows_")
     named = {
         "lanterne_collector_frames_total": left.pop("frames", None),
         "lanterne_collector_alignment_cells": left.pop("cells_used", None),
+        "lanterne_collector_recorded_frames_total": left.pop("recorded_frames", None),
+        "lanterne_collector_recorded_bytes_total": left.pop("recorded_bytes", None),
     }
     yield _labelled("lanterne_collector_batches_total", batches)
     yield _labelled("lanterne_collector_batches_refused_total", snapshot.refused)
+    yield _labelled("lanterne_collector_streams_refused_total", streams)
     yield _labelled("lanterne_collector_rows_total", rows)
     yield _labelled("lanterne_collector_dropped_total", left)
     for name, value in named.items():

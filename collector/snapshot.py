@@ -7,8 +7,8 @@ known are NaN (or None), never zero and never a guess. Totals only grow while a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar, overload
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,20 @@ I64 = npt.NDArray[np.int64]
 EVIDENCE = ("none", "device", "blocking", "enqueue")
 CLASSES = ("none", "unknown", "slow_compute", "slow_host", "hot_expert", "slow_sender",
            "slow_receiver", "slow_path", "throttled", "hang")  # fmt: skip
+METHODS = ("none", "peers", "history", "intermittent", "drift", "hang")
 ROLES = ("unknown", "dispatch", "combine")
 DOMAINS = ("same_gpu", "same_node", "cross_node", "unknown")
+
+
+@dataclass(frozen=True)
+class LongWait:
+    """One operation in which a rank waited long."""
+
+    seconds: float
+    seq: int  # of the operation in its communicator
+    rank: int  # that waited longest
+    last_rank: int  # that came last
+    at: float  # UNIX seconds
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class Histogram:
 
     bins: I64
     sum_seconds: float
+    longest: LongWait | None = None  # of late, where it is known
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,30 @@ class Ranks:
     klass: I64  # index into CLASSES; 0 where straggler == 0
     confidence: F64  # 0..1 of the verdict
     samples: I64  # complete instances behind these figures
+    # Of named ranks; length R, or empty where not known:
+    recoverable_share: F64 = field(default_factory=lambda: np.zeros(0))  # of the time, if fixed
+    why: tuple[str, ...] = ()  # the evidence for the class, for people; may be empty
+    # What the verdict rests on; length R, or empty where not known:
+    method: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # index into METHODS
+    found_ratio: F64 = field(default_factory=lambda: np.zeros(0))  # that the method found
+    score: F64 = field(default_factory=lambda: np.zeros(0))  # excess over what noise allows
+    compared: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # peers compared with
+    windows: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # since it was named
+    # [evidence, R] totals of all that was ever known, NaN where none was; empty: as above
+    wait_by_source: F64 = field(default_factory=lambda: np.zeros((0, 0)))
+    blame_by_source: F64 = field(default_factory=lambda: np.zeros((0, 0)))
+
+
+@dataclass(frozen=True)
+class HangView:
+    """A communicator that stands still; ranks are those of the communicator."""
+
+    seconds: float  # since anything happened in it
+    op: str  # that the ranks are in; "" unknown
+    seq: int
+    missing: tuple[int, ...]  # none: all are in it, and it does not end
+    gone: tuple[int, ...]  # those of them whose process has ended
+    arrived: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +124,61 @@ class CommunicatorView:
     # skew, gini, balancedness over ranks in the span: of what their combines sent back where these
     # are known, else of all bytes received; absent: unknown
     load: Mapping[str, float] = field(default_factory=dict)
+    # Of the same, by rank: [n_ranks] shares that sum to 1, and tokens in the span where the bytes
+    # of a token are known for all of it; None: unknown
+    load_share: F64 | None = None
+    tokens: I64 | None = None
     absent_code: str = ""  # absent_reason as a label value: one of few, without numbers
+    # [n_ranks, n_ranks] seconds that a receive (row) from a rank (column) took once both were
+    # there, mean of the last window; None: no receives were timed
+    wait_matrix: F64 | None = None
+    matrix_absent: str = ""  # why, for people: without it senders, receivers and paths are unknown
+    recoverable_share: float = float("nan")  # of the time, every rank at its role's median
+    serving: StepView | None = None  # where its steps are known
+    hang: HangView | None = None
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """A process, by its rank in its largest communicator."""
+
+    comm: int  # index into Snapshot.communicators
+    rank: int
+    node: int  # index into Snapshot.nodes
+    pid: int
+    share: float  # of the workload's time
+
+
+@dataclass(frozen=True)
+class JobView:
+    workload: str
+    recoverable_share: float  # of the step, every rank at its role's median; NaN unknown
+    blame: tuple[Blamed, ...]  # largest first; the shares of all ranks sum to at most 1
+
+
+# The stages of Stages in telemetry.proto that are shown one by one.
+STAGES = ("other", "attention", "routing", "permutation", "expert_gemm", "dispatch", "combine",
+          "collective")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageView:
+    """GPU time of one process on one device, by stage, from its kernels as timed there."""
+
+    workload: str
+    rank: int  # in the process's largest communicator
+    node: int  # index into Snapshot.nodes
+    pid: int
+    device: int  # as the process numbers them
+    gpu: str  # NVML index as text, "" when unknown
+    whole: bool  # all kernels were told in the span, not a sample of them
+    # By name, of STAGES; totals since the process was first told of.
+    count: Mapping[str, int]
+    sum_seconds: Mapping[str, float]  # kernels side by side each by itself
+    busy_seconds: Mapping[str, float]  # time with at least one of them
+    span_seconds: float  # time that these figures cover
+    bubble: float  # 1 - |compute or transfer| / time in the span, waits excluded; NaN unknown
+    comm_compute: float  # transfer of dispatch and combine / expert GEMMs; NaN unknown
 
 
 @dataclass(frozen=True)
@@ -105,6 +196,20 @@ class NodeView:
     libraries_failed: tuple[str, ...] = ()
 
 
+class Place(NamedTuple):
+    """Where a process belongs; "" unknown, or not there."""
+
+    pod: str = ""
+    namespace: str = ""
+    container: str = ""
+    owner_kind: str = ""
+    owner: str = ""
+    slurm_job: str = ""
+    slurm_step: str = ""
+    unit: str = ""
+    mig: str = ""
+
+
 @dataclass(frozen=True)
 class GpuView:
     node: int
@@ -114,6 +219,90 @@ class GpuView:
     name: str
     values: Mapping[str, float]  # the optional fields of proto Gpu that were present
     throttle_reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExpertView:
+    """Load of the experts of one model, as one source told it; arrays are not to be changed.
+
+    `load` and `hour` are of logical experts wherever these are known, else of what `unit` says.
+    """
+
+    workload: str
+    engine: str
+    source: str
+    model: str
+    unit: str  # logical, physical (of unknown replicas), rank
+    layer: tuple[int, ...]  # number of each of the L rows
+    load: F64  # [L, E] assignments in the last window that had any
+    tokens: F64  # [L]; NaN unknown
+    physical_load: F64 | None  # [L, P] the same by physical expert, where the two differ
+    rank_of_expert: I64 | None  # [L, P or E] where each is; None: unknown
+    logical_of_physical: I64 | None  # [L, P]
+    measures: Mapping[str, F64]  # name -> [L], as in analyse.layers.LayerMeasures
+    summary: Mapping[str, float]  # over layers
+    window_end: float  # UNIX seconds
+    hour: F64 = field(default_factory=lambda: np.zeros((0, 0)))  # [L, E] in the last hour
+    hour_seconds: float = 0.0  # how much of it is known
+    top: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [L, 5] of the hour
+    hot: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [L, E / 10] of the hour
+    primary: bool = False  # the source that the metrics of the workload show
+
+    def with_hour(self, hour: F64, seconds: float, top: I64, hot: I64) -> ExpertView:
+        return replace(self, hour=hour, hour_seconds=seconds, top=top, hot=hot)
+
+    def as_primary(self, primary: bool) -> ExpertView:
+        return self if self.primary == primary else replace(self, primary=primary)
+
+
+@dataclass(frozen=True)
+class StepView:
+    """Steps of a communicator with expert layers; seconds, means over its ranks."""
+
+    period: int  # operations in the usual step
+    evidence: str
+    steps: Mapping[str, npt.NDArray[np.generic]]  # the latest; columns of analyse.steps.Steps
+    usual: npt.NDArray[np.bool_]  # which of them are of the most common kind
+    medians: Mapping[str, float]  # by part, over all known steps of that kind
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What an engine tells of itself: ttft_p95 and so on in seconds, balancedness, counts."""
+
+    workload: str
+    engine: str
+    address: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AdviceOption:
+    """One way to go on that was weighed; shares are of the busiest GPU's time."""
+
+    kind: str
+    gain: float  # mean over windows that the plan was not made from
+    at_least: float  # what the next window may give, given how those scattered
+    added_slots: int
+    moved_experts: int
+
+
+@dataclass(frozen=True)
+class AdviceView:
+    """One piece of advice; kind "nothing" is the advice to leave things as they are."""
+
+    workload: str
+    kind: str  # nothing, placement, hot_set, replication, move_shared, bias, batch, stop_dropping
+    text: str  # one sentence, for people
+    gain: float  # expected on the next window, share of the time; NaN where it cannot be said
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""  # why this, or why nothing
+    warning: str = ""
+    options: tuple[AdviceOption, ...] = ()  # what else was weighed, "nothing" among it
+    layers: tuple[int, ...] = ()  # numbers of the rows of the plan
+    plan: I64 | None = None  # [layers, slots] the expert in each slot
+    gpus: int = 0  # slot s of a layer is on GPU s // (slots / gpus)
 
 
 T = TypeVar("T")
@@ -153,3 +342,10 @@ class Snapshot:
     processes: Sequence[Mapping[str, object]]  # proto Process fields, plus "node"
     ingest: Mapping[str, int]  # batches_accepted, batches_duplicate, batches_refused, rows, ...
     refused: Mapping[str, int]  # by reason code
+    jobs: tuple[JobView, ...] = ()
+    experts: Sequence[ExpertView] = ()
+    engines: Sequence[EngineView] = ()
+    advice: Sequence[AdviceView] = ()
+    stages: tuple[StageView, ...] = ()
+    # (index into nodes, pid) -> where the process belongs, as far as that is known
+    places: Mapping[tuple[int, int], Place] = field(default_factory=dict)

@@ -7,18 +7,29 @@ known is None. Shares are 0..1 of the snapshot's span.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.snapshot import CLASSES, EVIDENCE, Ranks, Snapshot
+from lanterne.collector.moe_text import sentences
+from lanterne.collector.snapshot import (
+    CLASSES,
+    EVIDENCE,
+    METHODS,
+    AdviceView,
+    HangView,
+    Ranks,
+    Snapshot,
+)
 
 # A peer counts as waiting for a rank when it loses at least this share of its time, and over
 # twice what the rank itself loses: whoever waits as long as its peers is a victim with them.
 WAITING_SHARE = 0.01
 WAITING_FACTOR = 2.0
 MAX_ROWS = 1000
+MAX_ADVICE = 20
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -33,6 +44,7 @@ class RankRow(msgspec.Struct, frozen=True):
     role: str
     straggler: bool
     klass: str  # "none" where not a straggler
+    why: str  # the evidence for the class; may be empty
     confidence: float | None
     straggler_ratio: float | None  # own time over the peers' median
     blame_share: float | None
@@ -46,10 +58,16 @@ class RankRow(msgspec.Struct, frozen=True):
     own_wait_share: float | None
     evidence: str
     samples: int
+    method: str = "none"  # by which comparison it was found
+    found_ratio: float | None = None  # that the comparison found
+    score: float | None = None  # its excess over what noise allows
+    compared: int = 0  # peers that it was compared with
+    windows: int = 0  # since it was named
+    pod: str = ""  # NAMESPACE/NAME, where its process is in one
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Why something is not shown; `kind` is blind, lost, stale, library or empty."""
+    """Why something is not shown; `kind` is hang, blind, graphs, lost, stale, library or empty."""
 
     kind: str
     subject: str
@@ -73,6 +91,8 @@ class View(msgspec.Struct, frozen=True):
     totals: Totals
     rows: tuple[RankRow, ...]
     messages: tuple[Message, ...]
+    moe: tuple[str, ...] = ()  # expert load and engines, one sentence each
+    advice: tuple[str, ...] = ()  # one sentence each, without those to do nothing
     served_at: float = 0.0  # UNIX seconds, filled in by the HTTP side: this module reads no clock
 
 
@@ -85,6 +105,29 @@ def view(snapshot: Snapshot, *, limit: int = 20, only_named: bool = False) -> Vi
         totals=_totals(snapshot),
         rows=tuple(_row(snapshot, int(i)) for i in order),
         messages=messages(snapshot),
+        moe=sentences(snapshot),
+        advice=tuple(_advice(a) for a in snapshot.advice if a.kind != "nothing")[:MAX_ADVICE],
+    )
+
+
+def _advice(piece: AdviceView) -> str:
+    warning = f" {piece.warning}" if piece.warning else ""
+    return f"{piece.workload or 'experts'}: {piece.text}{warning}"
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return spans(np.array(ranks, dtype=np.int64))
+
+
+def _hang(hang: HangView) -> str:
+    where = f"{hang.op} {hang.seq}"
+    if not hang.missing:
+        ranks = _listed(hang.arrived)
+        return f"ranks {ranks} are all in {where} for {hang.seconds:.0f} s and it does not end"
+    gone = f" (ended: {_listed(hang.gone)})" if hang.gone else ""
+    return (
+        f"ranks {_listed(hang.arrived)} wait in {where} for {hang.seconds:.0f} s; "
+        f"missing {_listed(hang.missing)}{gone}"
     )
 
 
@@ -103,10 +146,21 @@ def messages(snapshot: Snapshot, *, stale_seconds: float = 10.0) -> tuple[Messag
         )
         found.append(Message("empty", "", text))
     for comm in snapshot.communicators:
+        if comm.hang is not None:
+            subject = f"{comm.workload}/{comm.name}" if comm.workload else comm.name
+            found.append(Message("hang", subject, _hang(comm.hang)))
+    for comm in snapshot.communicators:
         if comm.absent_reason and comm.n_ranks > 1:  # one rank has nobody to wait for
             subject = f"{comm.workload}/{comm.name}" if comm.workload else comm.name
             found.append(Message("blind", subject, comm.absent_reason))
     for node in snapshot.nodes:
+        blind, steps = (int(node.health.get(name, 0)) for name in ("blind_steps", "steps"))
+        if blind:
+            text = (
+                f"{blind} of {steps} steps ran their collectives in CUDA graphs, where only the "
+                "profiler plugin sees them"
+            )
+            found.append(Message("graphs", node.name, text))
         lost = sum(node.events_lost.values())
         if lost:
             causes = ", ".join(f"{k} {v}" for k, v in sorted(node.events_lost.items()) if v)
@@ -145,6 +199,8 @@ def _row(snapshot: Snapshot, i: int) -> RankRow:
     waiting = peers[np.nan_to_num(ranks.wait_share[peers], nan=-1.0) >= floor]
     blame = float(ranks.blame_share[i])
     named = bool(ranks.straggler[i])
+    back = float(ranks.recoverable_share[i]) if len(ranks.recoverable_share) else blame
+    place = snapshot.places.get((int(ranks.node[i]), int(ranks.pid[i])))
     return RankRow(
         rank=int(ranks.rank[i]),
         node=snapshot.nodes[int(ranks.node[i])].name,
@@ -155,10 +211,11 @@ def _row(snapshot: Snapshot, i: int) -> RankRow:
         role=comm.role,
         straggler=named,
         klass=CLASSES[int(ranks.klass[i])] if named else "none",
+        why=ranks.why[i] if named and ranks.why else "",
         confidence=_known(ranks.confidence[i]) if named else None,
         straggler_ratio=_known(ranks.straggler_ratio[i]),
         blame_share=_known(blame),
-        recoverable_seconds_per_hour=_known(blame * 3600),
+        recoverable_seconds_per_hour=_known(3600 * (back if named else blame)),
         blame_seconds=_known(ranks.blame_seconds[i]),
         waiting=len(waiting),
         peers=len(peers),
@@ -170,7 +227,19 @@ def _row(snapshot: Snapshot, i: int) -> RankRow:
         own_wait_share=_known(own),
         evidence=EVIDENCE[int(ranks.evidence[i])],
         samples=int(ranks.samples[i]),
+        pod=f"{place.namespace}/{place.pod}" if place is not None and place.pod else "",
+        **(_found(ranks, i) if named and len(ranks.method) else {}),
     )
+
+
+def _found(ranks: Ranks, i: int) -> dict[str, Any]:
+    return {
+        "method": METHODS[int(ranks.method[i])],
+        "found_ratio": _known(ranks.found_ratio[i]),
+        "score": _known(ranks.score[i]),
+        "compared": int(ranks.compared[i]),
+        "windows": int(ranks.windows[i]),
+    }
 
 
 def _totals(snapshot: Snapshot) -> Totals:
