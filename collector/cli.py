@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lanterne.collector.cli_offline import COMMANDS, add_commands, add_recording_flags
 from lanterne.collector.config import ENV_CONFIG
 
 SAMPLE = Path(__file__).with_name("lanterne-collector.toml")
@@ -19,6 +20,11 @@ EPILOG = """\
 commands:
   lanterne-collector [run]         receive and analyse (the default)
   lanterne-collector top           the worst ranks, live in this terminal
+  lanterne-collector record FILE   only keep what agents send
+  lanterne-collector replay FILE   analyse a recording offline
+  lanterne-collector compare A B   two recordings: what really changed
+  lanterne-collector diagnose      what costs time, and what to try
+  lanterne-collector plan          the advised expert placement, for an engine
   lanterne-collector COMMAND -h    the options of one command
 
 first steps:
@@ -35,7 +41,7 @@ Every setting can be given in a TOML file (--config) or in the environment
 
 def with_command(argv: Sequence[str]) -> list[str]:
     """`run` is what is meant where no command is named."""
-    if argv and argv[0] in ("run", "top", "-h", "--help", "--version"):
+    if argv and argv[0] in ("run", "top", *COMMANDS, "-h", "--help", "--version"):
         return list(argv)
     return ["run", *argv]
 
@@ -43,7 +49,7 @@ def with_command(argv: Sequence[str]) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="lanterne-collector",
-        usage="lanterne-collector [run | top] [options]",
+        usage="lanterne-collector [COMMAND] [options]",
         description=DESCRIPTION,
         epilog=EPILOG.replace("{sample}", str(SAMPLE)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,19 +57,14 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"%(prog)s {this_version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
     start = commands.add_parser("run", description="Receive, analyse and serve until stopped.")
-    start.add_argument(
-        "--version", action="version", version=f"lanterne-collector {this_version()}"
-    )
-    start.add_argument("--config", metavar="FILE", help=f"TOML file (or the variable {ENV_CONFIG})")
-    start.add_argument("--check-config", action="store_true", help="check the settings and end")
-    start.add_argument(
-        "--ingest-address", metavar="HOST:PORT", help="where agents report to; port 0: a free one"
-    )
+    _add_common(start)
     start.add_argument("--http-address", metavar="HOST:PORT", help="metrics, JSON and health pages")
-    start.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
-    start.add_argument(
-        "--ports-file", metavar="FILE", type=Path, help="write the ports in use there, as JSON"
-    )
+    start.add_argument("--record", metavar="FILE", help="keep what agents send in FILE, for replay")
+    keep = commands.add_parser("record", description="Only keep what agents send, until stopped.")
+    keep.add_argument("record", metavar="FILE", help="where to; an older FILE becomes FILE.1")
+    _add_common(keep)
+    keep.set_defaults(http_address=None)
+    add_commands(commands)
     watch = commands.add_parser("top", description="The worst ranks, live. Ctrl-C ends.")
     watch.add_argument(
         "--address",
@@ -82,6 +83,26 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_common(start: argparse.ArgumentParser) -> None:
+    """What `run` and `record` have in common."""
+    start.add_argument(
+        "--version", action="version", version=f"lanterne-collector {this_version()}"
+    )
+    start.add_argument("--config", metavar="FILE", help=f"TOML file (or the variable {ENV_CONFIG})")
+    start.add_argument("--check-config", action="store_true", help="check the settings and end")
+    start.add_argument(
+        "--dry-run", action="store_true", help="check all that can be, say what would happen, end"
+    )
+    start.add_argument(
+        "--ingest-address", metavar="HOST:PORT", help="where agents report to; port 0: a free one"
+    )
+    start.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
+    start.add_argument(
+        "--ports-file", metavar="FILE", type=Path, help="write the ports in use there, as JSON"
+    )
+    add_recording_flags(start)
+
+
 def _interval(text: str) -> float:
     try:
         seconds = float(text)
@@ -97,6 +118,9 @@ def flags(arguments: argparse.Namespace) -> Mapping[str, object]:
         "ingest.address": arguments.ingest_address,
         "http.address": arguments.http_address,
         "log.level": arguments.log_level,
+        "record.path": arguments.record,
+        "record.max_bytes": arguments.record_max_bytes,
+        "record.files": arguments.record_files,
     }
     return {key: value for key, value in given.items() if value is not None}
 
