@@ -19,7 +19,7 @@ ALL ?=
 RANK ?=
 FLAGS = $(if $(FOR),--for "$(FOR)") $(if $(JSON),--json "$(JSON)") $(if $(RANK),--rank "$(RANK)")
 
-.PHONY: help setup setup-torch setup-nccl demo demo-torch test test-torch test-nccl test-kernel-vm \
+.PHONY: help setup setup-helm test-helm setup-torch setup-nccl demo demo-torch test test-torch test-nccl test-kernel-vm \
 	check bench proto format clean
 
 help: ## this list
@@ -31,6 +31,9 @@ setup: ## what is missing from apt, and .venv (every other target does this firs
 setup-torch: setup
 	@bash tests/setup.sh torch
 
+setup-helm: setup
+	@bash tests/setup.sh helm
+
 setup-nccl: setup
 	@NCCL_ALL="$(ALL)" bash tests/setup.sh nccl
 
@@ -41,7 +44,7 @@ demo-torch: setup-torch ## the same with real PyTorch processes and Gloo
 	@$(PY) -m tests.demo --torch "$(TORCH_PY)" $(FLAGS)
 
 test: setup ## unit, contract, kernel and end-to-end tests (ARGS= goes to pytest)
-	@$(PY) -m pytest -m "not torch and not nccl" $(ARGS)
+	@$(PY) -m pytest -m "not torch and not nccl and not deb" $(ARGS)
 
 test-torch: setup-torch ## end to end with real PyTorch and Gloo
 	@LANTERNE_TORCH_PYTHON="$(TORCH_PY)" $(PY) -m pytest -m torch $(ARGS)
@@ -49,6 +52,9 @@ test-torch: setup-torch ## end to end with real PyTorch and Gloo
 test-nccl: setup-nccl ## probes on the real libnccl wheels (some 300 MB each, kept in build/nccl; ALL=1: ten)
 	@LANTERNE_NCCL_DIR="$(abspath build/nccl)" LANTERNE_WHEELS_DIR="$(abspath build/wheels)" \
 		$(PY) -m pytest -m nccl $(ARGS)
+
+test-helm: setup-helm ## the chart through Helm's own engine, against Kubernetes' schemas and the programs
+	@.venv-helm/bin/python -m pytest -m helm tests/helm $(ARGS)
 
 test-kernel-vm: setup ## kernel tests on Linux 6.1 and on aarch64, emulated; slow (ARCH=x86_64|arm64)
 	@bash tests/setup.sh vm
@@ -63,7 +69,7 @@ check: setup ## lint, format, types, import contracts, generated code, licences
 	@MYPYPATH=build/site:. $(PY) -m mypy --explicit-package-bases $(TYPED_TESTS)
 	@$(PY) -m pytest -q tests/contract/test_project.py tests/contract/test_imports.py
 
-bench: setup ## costs and rates against the budgets (JSON=bench.json ONLY=probe|ring|agent|collector)
+bench: setup ## costs and rates against the budgets (JSON=bench.json ONLY=probe|ring|plugin|agent|collector|moe)
 	@$(PY) -m tests.bench.run $(if $(JSON),--json "$(JSON)") $(if $(ONLY),--only "$(ONLY)")
 
 proto: setup ## the generated code from proto/telemetry.proto
@@ -83,3 +89,20 @@ TYPED_TESTS += $(wildcard tests/gpu/*.py)
 .PHONY: gpu-bundle
 gpu-bundle: setup ## the check of one NVIDIA host, and all it may lack (docs/gpu-check.md)
 	@$(PY) -m tests.gpu.bundle
+
+TYPED_TESTS += $(wildcard tests/bench/detect/*.py)
+
+.PHONY: bench-detect
+bench-detect: setup ## the detector and the baselines against known faults (JSON=detect.json QUICK=1 DOCS=1 SEEDS=tune)
+	@$(PY) -m tests.bench.detect $(if $(QUICK),--quick) $(if $(JSON),--json "$(JSON)") \
+		$(if $(DOCS),--docs docs) $(if $(SEEDS),--seeds "$(SEEDS)")
+
+.PHONY: deb setup-deb test-deb
+deb: setup ## lanterne-agent and lanterne-collector as Debian packages, in build/deb
+	@$(PY) helm/deb/build.py
+
+setup-deb: setup
+	@bash tests/setup.sh deb
+
+test-deb: setup-deb ## the packages in a Debian and an Ubuntu, booted in containers; some minutes
+	@$(PY) -m pytest -m deb tests/deb $(ARGS)

@@ -172,6 +172,28 @@ def measure(*, ranks: int, size: int, rate: int, seconds: int) -> dict[str, floa
     }
 
 
+def detect(*, ranks: int, size: int, rate: int = 20, windows: int = 10) -> float:
+    """Median CPU time of closing a window of five seconds, ms: medians, roles, verdicts, causes."""
+    rng = np.random.default_rng(2)
+    engine = Engine(EngineConfig(), boot_id=BOOT)
+    spent: list[float] = []
+    close = engine._close_window
+
+    def timed() -> None:
+        before = time.process_time()
+        close()
+        spent.append(time.process_time() - before)
+
+    engine._close_window = timed  # type: ignore[method-assign]
+    for window in range(windows):
+        received = (window + 2) * 5 * 10**9
+        for node in range(ranks // RANKS_PER_NODE):
+            data = node_batch(rng, node, window, ranks=ranks, size=size, rate=rate)
+            engine.apply(decode(data, received_ns=received))
+        engine.snapshot(0.0, now_ns=received)
+    return 1000 * float(np.median(spent[2:]))
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=16_384)
@@ -190,6 +212,8 @@ def main(argv: list[str]) -> int:
         "ranks": options.ranks,
         "keeps_up": all(r["busy_s_per_window"] < 1.0 for r in many),
         "event_to_metric_p99_s": max(r["event_to_metric_p99_s"] for r in many),
+        "detect_window_ms_16384": detect(ranks=options.ranks, size=options.ranks),
+        "detect_window_ms_16384_of_8": detect(ranks=options.ranks, size=8, windows=6),
         "runs": [dense, *many],
     }
     text = json.dumps(result, indent=2)

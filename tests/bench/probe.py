@@ -4,6 +4,9 @@ bare    the call, nothing attached
 empty   an empty BPF program at the same site: what the kernel's uprobe itself costs
 entry   ours as the agent attaches it
 pair    ours with a return probe (a site where the duration is wanted)
+first   ours at the first instruction of a library whose functions begin with landing pads, which
+        the kernel single-steps
+later   ours where the agent puts it there: behind the landing pad (x86-64 only)
 """
 
 from __future__ import annotations
@@ -142,33 +145,55 @@ def with_return(programs: Programs, library: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def at_first_instruction(programs: Programs, library: Path) -> Iterator[None]:
+    """Where nobody looks at the instruction."""
+    row = catalog.BY_ID[catalog.ENQUEUE_CHECK_ID]
+    entry, _ = catalog.PROGRAMS[row.program]
+    assert entry is not None
+    offset = symbol_offset(library, ENTRY_SYMBOL)
+    link = bpf.link_uprobes(
+        programs.program(entry), str(library), [offset], [row.id], at_return=False
+    )
+    yield
+    os.close(link)
+
+
 def measure(rounds: int = ROUNDS, calls: int = CALLS) -> dict[str, float]:
     """Medians of `rounds`, the variants interleaved so that a drifting machine hits all alike."""
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name, load(ring_bytes=1 << 20) as programs:
         folder = Path(name)
         library = build(dest=folder).nccl
+        padded = build("landing-pads", folder / "padded").nccl
         caller, side = Caller(library, folder), BccSide()
+        other = Caller(padded, folder / "padded")
         ring = Ring(programs.ring_fd, programs.ring_bytes, RECORD)
-        variants: dict[str, Callable[[], Any]] = {
-            "bare": nothing,
-            "empty": lambda: empty_program(side, library),
-            "entry": lambda: as_attached(programs, library),
-            "pair": lambda: with_return(programs, library),
+        variants: dict[str, tuple[Caller, Callable[[], Any]]] = {
+            "bare": (caller, nothing),
+            "empty": (caller, lambda: empty_program(side, library)),
+            "entry": (caller, lambda: as_attached(programs, library)),
+            "pair": (caller, lambda: with_return(programs, library)),
+            "first": (other, lambda: at_first_instruction(programs, padded)),
+            "later": (other, lambda: as_attached(programs, padded)),
         }
         try:
             for _ in range(rounds):
-                for variant, context in variants.items():
+                for variant, (process, context) in variants.items():
                     with context():
-                        times.setdefault(variant, []).append(_drained(caller, ring, calls))
+                        times.setdefault(variant, []).append(_drained(process, ring, calls))
         finally:
             ring.close()
             side.close()
             caller.close()
+            other.close()
     result = {f"{name}_ns": round(statistics.median(values), 1) for name, values in times.items()}
     bare = result["bare_ns"]
     result["entry_over_empty"] = round(
         (result["entry_ns"] - bare) / max(1e-9, result["empty_ns"] - bare), 3
+    )
+    result["first_over_later"] = round(
+        (result["first_ns"] - bare) / max(1e-9, result["later_ns"] - bare), 1
     )
     result["kernel"] = platform.release()  # type: ignore[assignment]
     return result
