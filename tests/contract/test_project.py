@@ -14,7 +14,13 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = ("telemetry_pb2.py", "telemetry_pb2.pyi", "telemetry_pb2_grpc.py")
+GENERATED = (
+    "telemetry_pb2.py",
+    "telemetry_pb2.pyi",
+    "telemetry_pb2_grpc.py",
+    "pod_resources_pb2.py",
+    "pod_resources_pb2.pyi",
+)
 COMMANDS = ("lanterne-agent", "lanterne-collector")
 
 
@@ -54,7 +60,7 @@ def test_the_generated_code_is_what_the_proto_gives(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in GENERATED:
         assert (tmp_path / name).read_text() == (ROOT / "proto" / name).read_text(), (
-            f"proto/{name} is not what proto/telemetry.proto gives: run `make proto`"
+            f"proto/{name} is not what proto/*.proto give: run `make proto`"
         )
 
 

@@ -19,6 +19,7 @@ from tests.stack import fetch, try_fetch, wait_for
 
 SCRIPT = str(Path(sys.executable).with_name("lanterne-collector"))
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("LANTERNE_COLLECTOR_")}
+ENV["LANTERNE_COLLECTOR_STATE_PATH"] = ""  # not this machine's own
 
 
 def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -142,6 +142,9 @@ def test_normal_mode_is_counted_exactly(stack: Stack, tmp_path: Path, build: str
         assert comm["load"]["skew"] == pytest.approx(max(received) / mean)
         assert comm["load"]["balancedness"] == pytest.approx(mean / max(received))
         assert max(received) > 1.5 * mean
+        assert comm["load_share"] == pytest.approx([n / sum(received) for n in received])
+        if comm["tokens"] != received:  # the span is shorter than the job
+            assert sum(comm["tokens"]) < sum(received)
 
 
 @pytest.mark.parametrize(("build", "mode"), [("sgl", "hook"), ("head", "ll")])

@@ -99,9 +99,8 @@ def test_prometheus_names_the_straggler(prometheus: Prometheus) -> None:
     # 8 of every 20 ms: the share of its time that everybody but the straggler waits. A quotient of
     # counters, not a rate: they step once a window, so what a short rate shows depends on how many
     # steps the range happened to catch.
-    time = " + ".join(
-        f"sum by (rank) (lanterne_rank_{part}_seconds_total)" for part in ("wait", "comm", "compute")
-    )
+    parts = ("wait", "comm", "compute")
+    time = " + ".join(f"sum by (rank) (lanterne_rank_{part}_seconds_total)" for part in parts)
     share = f"sum by (rank) (lanterne_rank_wait_seconds_total) / ({time})"
     shares = wait_for(lambda: prometheus.query(share), 60, "wait shares")
     by_rank = {s["metric"]["rank"]: float(s["value"][1]) for s in shares}

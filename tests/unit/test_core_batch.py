@@ -87,6 +87,18 @@ def valid() -> pb.Batch:
             sent_bytes=u64(7),
             received_bytes=u64(8),
         ),
+        stages=pb.Stages(
+            rows=2,
+            pid=u32(10, 10),
+            start_ticks=u64(4, 4),
+            device=u32(0, 0),
+            stage=u8(4, 9),
+            whole=u8(1, 1),
+            count=u64(3, 3),
+            sum_ns=u64(60, 60),
+            union_ns=u64(50, 50),
+            span_ns=u64(0, 100),
+        ),
         gpus=[pb.Gpu(index=0, uuid="GPU-1", utilization_ratio=0.5, throttle_reasons=["thermal"])],
         processes=[pb.Process(pid=10, pid_start_ticks=4, command="python", cpu_seconds=1.5)],
         health=pb.Health(
@@ -111,6 +123,9 @@ def test_values_come_out_as_they_went_in() -> None:
     assert b.summaries.histogram.shape == (1, 48)
     assert b.summaries.histogram[0, 20] == 4
     assert b.traffic.peer.tolist() == [2]
+    assert b.stages.words.tolist() == [[10, 10], [0, 0]]
+    assert b.stages.small.tolist() == [[4, 9], [1, 1]]
+    assert b.stages.large.tolist() == [[4, 4], [3, 3], [60, 60], [50, 50], [0, 100]]
     assert b.head.gpus[0].values == {"utilization_ratio": 0.5}
     assert b.head.gpus[0].throttle_reasons == ("thermal",)
     assert b.head.processes[0]["cpu_seconds"] == 1.5
@@ -152,9 +167,6 @@ REFUSALS = [
     (_set("communicators.0.n_ranks", 0), "n_ranks", "n_ranks 0"),
     (_set("communicators.0.n_ranks", 65_537), "n_ranks", "65536"),
     (_set("communicators.0.rank", 3), "rank", "rank 3 of a communicator of 3"),
-    (_set("communicators.0.library", 0), "enumeration", "library 0"),
-    (_set("communicators.0.library", 9), "enumeration", "library 9"),
-    (_set("communicators.0.identity", 7), "enumeration", "identity 7"),
     (_set("communicators.0.name", "x" * 257), "text", "communicator.name"),
     (_set("communicators.0.workload", "a\nb"), "text", "communicator.workload"),
     (_set("communicators.0.pid_start_ticks", 1 << 63), "number", "pid_start_ticks"),
@@ -162,10 +174,6 @@ REFUSALS = [
     (_set("instances.rows", (1 << 32) - 1), "rows", "instances.rows"),
     (_set("instances.seq", b"1234567"), "column", "instances.seq is 7 bytes, not 16"),
     (_column("instances.communicator", "<u4", 0, 1, 2, 0), "index", "names 2 of 2"),
-    (_column("instances.lane", "u1", 0, 2, 0, 0), "enumeration", "instances.lane holds 2"),
-    (_column("instances.role", "u1", 0, 3, 0, 0), "enumeration", "instances.role"),
-    (_column("instances.evidence", "u1", 4, 1, 2, 3), "enumeration", "instances.evidence"),
-    (_column("instances.flags", "u1", 0, 8, 0, 0), "enumeration", "instances.flags"),
     (_column("instances.arrival_ns", "<u8", 1, 2, 3, 1 << 63), "time", "instances.arrival_ns"),
     (_column("instances.arrival_ns", "<u8", 1, 2, 3, 10**12), "time", "after the window's end"),
     (_column("instances.duration_ns", "<u8", 1, 20, 30, 0), "time", "evidence is 0 or 3"),
@@ -180,10 +188,17 @@ REFUSALS = [
     (_set("summaries.histogram", b""), "column", "summaries.histogram is 0 bytes, not 192"),
     (_column("traffic.peer", "<u4", 3), "rank", "traffic.peer 3 of a communicator of 3"),
     (_column("traffic.sent_bytes", "<u8", 1 << 60), "number", "traffic.sent_bytes"),
+    (_set("stages.rows", 1 << 20), "rows", "stages.rows"),
+    (_set("stages.pid", b"123"), "column", "stages.pid is 3 bytes, not 8"),
+    (_column("stages.device", "<u4", 0, 1 << 16), "number", "stages.device"),
+    (_column("stages.start_ticks", "<u8", 0, 1 << 62), "number", "stages.start_ticks"),
+    (_column("stages.sum_ns", "<u8", 60, 1 << 60), "time", "stages.sum_ns"),
+    (_column("stages.union_ns", "<u8", 61, 0), "time", "more than stages.sum_ns"),
     (_set("gpus.0.uuid", "x" * 300), "text", "gpu.uuid"),
     (_set("gpus.0.utilization_ratio", float("nan")), "number", "gpu.utilization_ratio"),
     (_set("processes.0.command", "a\x00"), "text", "process.command"),
     (_set("processes.0.cpu_seconds", float("inf")), "number", "process.cpu_seconds"),
+    (lambda m: m.processes[0].cuda.add(device=-2), "number", "process.cuda.device"),
 ]
 
 
@@ -299,6 +314,8 @@ def random_batches(draw: Any) -> pb.Batch:
     columns["duration_ns"] = bytes(8 * rows)
     summaries = {"communicator": "<u4", "op": "u1", "role": "u1", "evidence": "u1"}
     peers = {"communicator": "<u4", "peer": "<u4", "sent_bytes": "<u8", "received_bytes": "<u8"}
+    stages = {"pid": "<u4", "device": "<u4", "stage": "u1", "whole": "u1", "start_ticks": "<u8"}
+    amounts = dict.fromkeys(("count", "sum_ns", "span_ns"), "<u8")
     zeros = {n: bytes(8) for n in ("count", "errors", "payload_bytes", "duration_sum_ns")}
     zeros |= {n: bytes(8) for n in ("duration_min_ns", "duration_max_ns")}
     return pb.Batch(
@@ -314,6 +331,9 @@ def random_batches(draw: Any) -> pb.Batch:
             rows=1, **_columns(draw, summaries, 1), **zeros, histogram=bytes(192)
         ),
         traffic=pb.Traffic(rows=rows, **_columns(draw, peers, rows)),
+        stages=pb.Stages(
+            rows=rows, **_columns(draw, stages | amounts, rows), union_ns=bytes(8 * rows)
+        ),
     )
 
 

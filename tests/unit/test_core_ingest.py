@@ -15,6 +15,7 @@ from lanterne.collector.checks import Limits
 from lanterne.collector.clock import ClockObservation
 from lanterne.collector.errors import ListenError
 from lanterne.collector.ingest import SERVICE, Ingest, IngestConfig, Item
+from lanterne.collector.seen import EPOCHS
 from lanterne.proto import telemetry_pb2 as pb
 
 
@@ -150,13 +151,13 @@ def test_refusals_say_why_and_leave_the_stream_open() -> None:
 def test_forgotten_epoch_is_refused() -> None:
     with running() as (collector, channel):
         agent = Agent(channel)
-        for epoch in range(10, 16):
+        for epoch in range(10, 11 + EPOCHS):
             agent.send(frame(batch(1, epoch=epoch)))
         ack = agent.send(frame(batch(2, epoch=10)))
         assert ack.status == pb.STATUS_REFUSED
         assert ack.reason.startswith("stale_epoch: ")
         agent.close()
-        assert len(collector.items) == 6
+        assert len(collector.items) == EPOCHS + 1
 
 
 def test_clock_samples_are_handed_on() -> None:
@@ -191,7 +192,7 @@ def test_oversized_message_ends_the_stream_only() -> None:
         ack = agent.send(frame(batch(1, boot="x" * 2000)))
         assert ack.reason.startswith("size: ")
         with pytest.raises(grpc.RpcError) as error:
-            agent.send(frame(batch(1, boot="x" * 200_000)))
+            agent.send(frame(batch(1, boot="x" * (9 << 20))))
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         again = Agent(channel)
         assert again.send(frame(batch(1))).status == pb.STATUS_ACCEPTED

@@ -49,6 +49,15 @@ def full_batch() -> DecodedBatch:
     message.traffic.peer = np.array([1, 0], "<u4").tobytes()
     message.traffic.sent_bytes = np.array([7, 8], "<u8").tobytes()
     message.traffic.received_bytes = np.array([9, 10], "<u8").tobytes()
+    message.stages.rows = 1
+    message.stages.pid = message.stages.device = np.array([3], "<u4").tobytes()
+    message.stages.stage, message.stages.whole = b"\x09", b"\x01"
+    for n, name in enumerate(("span_ns", "union_ns", "sum_ns", "count", "start_ticks"), 10):
+        setattr(message.stages, name, np.array([n], "<u8").tobytes())
+    message.pending.rows = 1
+    message.pending.communicator, message.pending.seq = bytes(4), np.array([9], "<u4").tobytes()
+    message.pending.lane, message.pending.op, message.pending.evidence = b"\x00", b"\x04", b"\x02"
+    message.pending.entered_ns = np.array([1], "<u8").tobytes()
     message.gpus.add(index=1, uuid="u", utilization_ratio=0.5, throttle_reasons=["thermal"])
     message.processes.add(pid=3, pid_start_ticks=4, cpu_seconds=1.5)
     message.health.events_lost["ring"] = 3
@@ -59,7 +68,7 @@ def full_batch() -> DecodedBatch:
 def same(a: DecodedBatch, b: DecodedBatch) -> None:
     assert a.head == b.head
     assert a.communicators == b.communicators
-    for part in ("instances", "summaries", "traffic"):
+    for part in ("instances", "summaries", "traffic", "stages", "pending"):
         mine, other = getattr(a, part), getattr(b, part)
         for column in type(mine).__slots__:
             np.testing.assert_array_equal(getattr(mine, column), getattr(other, column))

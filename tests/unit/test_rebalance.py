@@ -132,16 +132,6 @@ def test_hot_copies_go_where_they_are_missing() -> None:
     assert found.phy2log.tolist() == [[0, 1, 2, 2, 3, 0]]
 
 
-def test_hot_set() -> None:
-    load = np.zeros((2, 100))
-    load[0, [7, 3, 9]] = [5, 9, 1]
-    load[1] = np.arange(100)
-    hot = rebalance.hot_set(load)
-    assert hot[0].tolist() == [3, 7, 9]  # without load nobody is hot
-    assert hot[1].tolist() == list(range(99, 89, -1))  # 10 % of 100 is more than 5
-    assert rebalance.hot_set(np.ones((1, 8)))[0].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_too_little_seen() -> None:
     current = placement.in_order(1, 4, 2)
     verdict = rebalance.weigh(np.zeros((9, 1, 4)), current)

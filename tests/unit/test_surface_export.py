@@ -269,7 +269,7 @@ def test_every_sample_has_the_labels_its_catalog_row_names(shot: Snapshot) -> No
     seen: set[tuple[str, str]] = set()
     found: list[Family] = list(families(shot, RUNTIME))
     for metric, points in found:
-        for name, labels, value in points:
+        for name, labels, value, _ in points:
             assert set(labels) - {"le"} == set(metric.labels), metric
             assert value == value, metric
             key = (name, repr(sorted(labels.items())))

@@ -1,0 +1,231 @@
+"""Hangs: who is missing, since when, and what is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lanterne.collector.analyse.engine import Engine
+from lanterne.collector.decode import decode
+from lanterne.collector.errors import BatchRefused
+from lanterne.collector.export import families
+from lanterne.collector.series_nodes import Runtime
+from lanterne.collector.snapshot import CLASSES, Snapshot
+from lanterne.collector.view import view
+from lanterne.proto import telemetry_pb2 as pb
+from tests.unit.test_core_engine import ALL_REDUCE, BOOT, MS, SMALL, Job, noisy, simulate
+
+SECOND = 1000 * MS
+
+
+class Standing:
+    """A job of which nothing comes any more after its last whole second, told second by second."""
+
+    def __init__(self, job: Job, *, alive: set[int] | None = None) -> None:
+        self.engine = Engine(SMALL, boot_id=BOOT)
+        self.job = job
+        self.last: pb.Batch | None = None
+        self.sequence = 0
+        self.alive = set(range(job.ranks)) if alive is None else alive
+        self.snapshot: Snapshot | None = None
+        for batch in job.batches():
+            self._apply(batch, set(range(job.ranks)))
+            self.last = batch
+        self.steps = len(job.arrival)
+        self.entered = 0
+
+    def _apply(self, batch: pb.Batch, alive: set[int]) -> Snapshot:
+        self.sequence += 1
+        batch.sequence = self.sequence
+        del batch.processes[:]
+        batch.processes.extend(pb.Process(pid=100 + r, pid_start_ticks=7) for r in sorted(alive))
+        self.engine.apply(decode(batch.SerializeToString(), received_ns=batch.end_ns + 50 * MS))
+        self.snapshot = self.engine.snapshot(0.0)
+        return self.snapshot
+
+    def wait(
+        self,
+        seconds: int,
+        *,
+        inside: tuple[int, ...] = (),
+        enqueued: tuple[int, ...] = (),
+        destroyed: bool = False,
+    ) -> Snapshot:
+        """Seconds without a return. inside: ranks in the next call; enqueued: told of it once."""
+        assert self.last is not None
+        start = self.last.end_ns
+        self.entered = self.entered or start
+        shown = None
+        for second in range(seconds):
+            batch = pb.Batch()
+            batch.CopyFrom(self.last)
+            batch.ClearField("instances")
+            batch.start_ns, batch.end_ns = start + second * SECOND, start + (second + 1) * SECOND
+            keep = [c for c in batch.communicators if c.rank in self.alive]
+            del batch.communicators[:]
+            if not destroyed:
+                batch.communicators.extend(keep)
+            if inside:
+                index = [i for i, c in enumerate(keep) if c.rank in inside]
+                rows = len(index)
+                batch.pending.CopyFrom(
+                    pb.Pending(
+                        rows=rows,
+                        communicator=np.array(index, "<u4").tobytes(),
+                        seq=np.full(rows, self.steps, "<u4").tobytes(),
+                        lane=bytes(rows),
+                        op=bytes([ALL_REDUCE] * rows),
+                        evidence=bytes([2] * rows),
+                        entered_ns=np.full(rows, self.entered, "<u8").tobytes(),
+                    )
+                )
+            if enqueued and second == 0:
+                rows = len(enqueued)
+                index = [i for i, c in enumerate(keep) if c.rank in enqueued]
+                batch.instances.CopyFrom(_instances(index, self.steps, start))
+            shown = self._apply(batch, self.alive)
+        assert shown is not None
+        self.last.end_ns = batch.end_ns
+        return shown
+
+
+def _instances(index: list[int], seq: int, now: int) -> pb.Instances:
+    rows = len(index)
+    return pb.Instances(
+        rows=rows,
+        communicator=np.array(index, "<u4").tobytes(),
+        seq=np.full(rows, seq, "<u4").tobytes(),
+        lane=bytes(rows),
+        op=bytes([ALL_REDUCE] * rows),
+        role=bytes(rows),
+        evidence=bytes(rows),
+        flags=bytes(rows),
+        arrival_ns=np.full(rows, now, "<u8").tobytes(),
+        duration_ns=bytes(8 * rows),
+        payload_bytes=bytes(8 * rows),
+        sync_blocked_ns=bytes(8 * rows),
+    )
+
+
+def standing(*, evidence: int = 2, alive: set[int] | None = None) -> Standing:
+    own = noisy(np.random.default_rng(1), 600, 4)
+    return Standing(simulate(own, evidence=evidence), alive=alive)
+
+
+def hung(snapshot: Snapshot) -> list[int]:
+    r = snapshot.ranks
+    return r.rank[r.klass == CLASSES.index("hang")].tolist()
+
+
+def test_the_rank_that_does_not_come_is_missing() -> None:
+    job = standing()
+    assert hung(job.wait(9, inside=(0, 1, 3))) == []
+    snapshot = job.wait(3, inside=(0, 1, 3))
+    hang = snapshot.communicators[0].hang
+    assert hang is not None
+    assert (hang.missing, hang.arrived, hang.gone) == ((2,), (0, 1, 3), ())
+    assert (hang.op, hang.seq) == ("all_reduce", 600)
+    assert hang.seconds == pytest.approx(12, abs=1.5)
+    assert hung(snapshot) == [2]
+    assert "has not come" in snapshot.ranks.why[2]
+    rows = view(snapshot).rows
+    assert (rows[0].rank, rows[0].klass, rows[0].method) == (2, "hang", "hang")
+    assert "missing 2" in view(snapshot).messages[0].text
+
+
+def test_a_host_that_enqueued_waits_for_those_that_did_not() -> None:
+    """NCCL returns at once: nobody is seen in a call."""
+    job = standing(evidence=0)
+    assert hung(job.wait(9, enqueued=(0, 1))) == []
+    assert hung(job.wait(3)) == [2, 3]
+
+
+def test_all_arrived_and_none_comes_out() -> None:
+    snapshot = standing().wait(12, inside=(0, 1, 2, 3))
+    hang = snapshot.communicators[0].hang
+    assert hang is not None
+    assert (hang.missing, hang.arrived) == ((), (0, 1, 2, 3))
+    assert hung(snapshot) == []
+    assert "does not end" in view(snapshot).messages[0].text
+
+
+def test_idle_is_no_hang() -> None:
+    snapshot = standing().wait(60)
+    assert snapshot.communicators[0].hang is None
+    assert hung(snapshot) == []
+
+
+def test_a_rank_that_died_is_missing_and_gone() -> None:
+    snapshot = standing(alive={0, 1, 2}).wait(15, inside=(0, 1, 2))
+    hang = snapshot.communicators[0].hang
+    assert hang is not None
+    assert (hang.missing, hang.gone) == ((3,), (3,))
+    assert hung(snapshot) == [3]
+
+
+def test_all_gone_or_destroyed_is_no_hang() -> None:
+    # One more call on two ranks, then all end.
+    job = standing(evidence=0)
+    job.wait(2, enqueued=(0, 1))
+    job.alive = set()
+    assert hung(job.wait(12)) == []
+    job = standing(evidence=0)
+    job.wait(2, enqueued=(0, 1))
+    assert hung(job.wait(12, destroyed=True)) == []
+
+
+def test_it_goes_on_and_the_verdict_is_gone() -> None:
+    job = standing()
+    assert hung(job.wait(12, inside=(0, 1, 3))) == [2]
+    assert job.last is not None
+    batch = pb.Batch()
+    batch.CopyFrom(job.last)
+    batch.ClearField("pending")
+    batch.start_ns, batch.end_ns = batch.end_ns, batch.end_ns + SECOND
+    batch.instances.CopyFrom(_instances([0, 1, 2, 3], 600, batch.start_ns))
+    snapshot = job._apply(batch, job.alive)
+    assert snapshot.communicators[0].hang is None
+    assert hung(snapshot) == []
+
+
+def test_a_node_that_is_silent_says_nothing() -> None:
+    job = standing()
+    job.wait(3, inside=(0, 1, 3))
+    now = job.engine.now_ns
+    assert hung(job.engine.snapshot(0.0, now_ns=now + 60 * SECOND)) == []
+
+
+def test_metrics_of_a_hang() -> None:
+    snapshot = standing().wait(12, inside=(0, 1, 3))
+    points = {
+        (point.name, *point.labels.values()): point.value
+        for family in families(snapshot, Runtime("0", 0, 0, {}, 0.0))
+        for point in family.points
+    }
+    name = snapshot.communicators[0].name
+    seconds = points["lanterne_communicator_hung_seconds", "train", name]
+    assert seconds == pytest.approx(12, abs=1.5)
+    missing = {key[3] for key in points if key[0] == "lanterne_rank_missing"}
+    assert missing == {"2"}
+    told = [key for key in points if key[0] == "lanterne_rank_straggler" and key[-1] == "hang"]
+    assert [key[3] for key in told] == ["2"]
+
+
+def test_pending_after_the_window_is_refused() -> None:
+    batch = simulate(noisy(np.random.default_rng(2), 20, 2)).batches()[0]
+    batch.pending.CopyFrom(
+        pb.Pending(
+            rows=1,
+            communicator=bytes(4),
+            seq=bytes(4),
+            lane=bytes(1),
+            op=bytes(1),
+            evidence=bytes(1),
+            entered_ns=np.array([batch.end_ns + 1], "<u8").tobytes(),
+        )
+    )
+    with pytest.raises(BatchRefused, match="entered_ns"):
+        decode(batch.SerializeToString())
+    batch.pending.rows = 2
+    with pytest.raises(BatchRefused, match=r"pending\.lane"):
+        decode(batch.SerializeToString())
