@@ -64,11 +64,21 @@ class NodeClock:
             (o.collector_received_ns - o.agent_sent_ns)
             + (o.collector_sent_ns - o.agent_received_ns)
         ) // 2
-        if self._samples and o.agent_received_ns < self._samples[-1][0]:
-            self._samples.clear()  # the agent's machine has rebooted: its clock began anew
+        if self._samples and self._another_clock(o.agent_received_ns, float(offset), rtt):
+            self._samples.clear()
         self._samples.append((o.agent_received_ns, float(offset), rtt))
         self._dirty = True
         return True
+
+    def _another_clock(self, now: int, offset: float, rtt: int) -> bool:
+        """Whether one of the two clocks is not the one of the last exchange: its machine was booted
+        anew, or stood still in suspend (CLOCK_MONOTONIC stops then)."""
+        then, before, rtt_before = self._samples[-1]
+        if now < then:
+            return True
+        # Each true offset is within half a round trip: further apart than both is no drift.
+        possible = (rtt + rtt_before) / 2 + DRIFT_LIMIT * (now - then) + 1
+        return abs(offset - before) > possible
 
     def estimate(self, at_ns: int) -> Estimate | None:
         """The offset at agent time `at_ns`; None before the first exchange."""

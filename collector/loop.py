@@ -43,15 +43,21 @@ class Loop:
         self._receive = receive
         self._apply = apply
         self._snapshot = snapshot
-        self._seconds = seconds
+        self.seconds = seconds  # may be set at any time
         self._clock = clock
         self._ended = ended
         self._latest: Snapshot | None = None
+        self._taken = float("-inf")  # CLOCK_MONOTONIC seconds
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.errors = 0
 
     def latest(self) -> Snapshot | None:
         return self._latest
+
+    @property
+    def age(self) -> float:
+        """Seconds since the latest snapshot was taken, whatever the wall clock did; inf: none."""
+        return time.monotonic() - self._taken
 
     @property
     def alive(self) -> bool:
@@ -75,7 +81,7 @@ class Loop:
             if time.monotonic() >= due:
                 self._take()
                 # From now, not from when it was due: after a long snapshot batches come first.
-                due = time.monotonic() + self._seconds
+                due = time.monotonic() + self.seconds
             going = self._next(max(0.0, due - time.monotonic()))
         self._take()
         self._ended()
@@ -97,6 +103,7 @@ class Loop:
     def _take(self) -> None:
         try:
             self._latest = self._snapshot(self._clock())
+            self._taken = time.monotonic()
         except Exception:
             self.errors += 1
             log.exception("no snapshot could be taken")

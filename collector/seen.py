@@ -4,21 +4,27 @@ Per epoch (one run of an agent) the applied sequence numbers are kept as a short
 ranges; in order delivery keeps one range. Decisions:
 
 * A batch of an older epoch that was not seen is data: an agent may be restarted with a spool, or
-  its last batches may still be on the way. It is accepted while that epoch is remembered or newer
-  than every forgotten one; otherwise it cannot be told from a duplicate and is refused.
+  its last batches may still be on the way. Nothing is concluded from the order of epochs: they are
+  times of a clock that may be set back.
+* The epochs heard of last are remembered. Of those before them only that they were is, so that one
+  of their batches, which cannot be told from a duplicate, is refused; and of still older ones only
+  the latest.
 * When an epoch has more gaps than are kept, the oldest gap is closed: its batches, should they
   still come, count as duplicates. An agent that dropped batches leaves such gaps for good.
-* After a restart of the collector nothing is remembered, and what had been applied is gone as
-  well, so nothing counts twice.
+* What outlives a restart of the collector is in `journal`. Without it nothing is remembered, and
+  what had been applied is gone as well.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-EPOCHS = 4
+EPOCHS = 16
 RANGES = 64
+FORGOTTEN = 256
 
 
 class Epoch:
@@ -51,39 +57,63 @@ class Epoch:
             self.closed_gaps += 1
 
 
+@dataclass(slots=True)
+class NodeSeen:
+    epochs: OrderedDict[int, Epoch] = field(default_factory=OrderedDict)  # last heard of at the end
+    forgotten: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    floor: int = 0  # the latest of the epochs of which not even the number is kept
+
+    def stale(self, epoch: int) -> bool:
+        return epoch in self.forgotten or (epoch not in self.epochs and epoch <= self.floor)
+
+    def forget(self, epoch: int) -> None:
+        self.forgotten[epoch] = None
+        if len(self.forgotten) > FORGOTTEN:
+            self.floor = max(self.floor, self.forgotten.popitem(last=False)[0])
+
+
 class Seen:
     """Memory of applied batches of all nodes; at most `nodes` of them, the idlest forgotten."""
 
     def __init__(self, nodes: int = 8_192) -> None:
         self._limit = nodes
-        self._nodes: OrderedDict[str, tuple[dict[int, Epoch], list[int]]] = OrderedDict()
+        self._nodes: OrderedDict[str, NodeSeen] = OrderedDict()
 
     def verdict(self, node: str, epoch: int, sequence: int) -> str:
         """-> "new", "duplicate", or "stale" (an epoch already forgotten)."""
         entry = self._nodes.get(node)
         if entry is None:
             return "new"
-        epochs, forgotten = entry
-        known = epochs.get(epoch)
+        known = entry.epochs.get(epoch)
         if known is not None:
             return "duplicate" if known.has(sequence) else "new"
-        return "stale" if epoch <= forgotten[0] else "new"
+        return "stale" if entry.stale(epoch) else "new"
 
     def add(self, node: str, epoch: int, sequence: int) -> None:
         """Remember an applied batch whose verdict was "new"."""
+        entry = self._entry(node)
+        known = entry.epochs.get(epoch)
+        if known is None:
+            known = entry.epochs[epoch] = Epoch()
+            if len(entry.epochs) > EPOCHS:
+                entry.forget(entry.epochs.popitem(last=False)[0])
+        entry.epochs.move_to_end(epoch)
+        known.add(sequence)
+
+    def restore(self, node: str, entry: NodeSeen) -> None:
+        """Put back what `items` gave, as the node heard of last."""
+        self._entry(node)
+        self._nodes[node] = entry
+
+    def items(self) -> Iterator[tuple[str, NodeSeen]]:
+        """Everything, the idlest node first; not to be changed."""
+        yield from self._nodes.items()
+
+    def _entry(self, node: str) -> NodeSeen:
         entry = self._nodes.get(node)
         if entry is None:
-            entry = self._nodes[node] = ({}, [0])
+            entry = self._nodes[node] = NodeSeen()
             if len(self._nodes) > self._limit:
                 self._nodes.popitem(last=False)
         self._nodes.move_to_end(node)
-        epochs, forgotten = entry
-        if epoch not in epochs:
-            epochs[epoch] = Epoch()
-            if len(epochs) > EPOCHS:
-                oldest = min(epochs)
-                del epochs[oldest]
-                forgotten[0] = max(forgotten[0], oldest)
-                if oldest == epoch:
-                    return
-        epochs[epoch].add(sequence)
+        return entry

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 
+from lanterne.agent.keeper import Keeper
 from lanterne.agent.outbox import Outbox
+from lanterne.agent.spool import Spool
 from lanterne.agent.stream import Stream
 from lanterne.proto import telemetry_pb2 as pb
 from lanterne.proto import telemetry_pb2_grpc as rpc
@@ -230,14 +234,14 @@ def test_the_oldest_goes_first_but_not_what_is_on_its_way() -> None:
     while (item := outbox.next(0.0)[0]) is not None:
         left.append(item.sequence)
     assert left == [1, 3, 4]
-    assert outbox.dropped == 1
+    assert outbox.dropped["queue_full"] == 1
 
 
 def test_bytes_are_bounded_but_the_newest_stays() -> None:
     outbox = Outbox(max_batches=10, max_bytes=5)
     outbox.put(1, b"123")
     outbox.put(2, b"123456789")
-    assert (len(outbox), outbox.bytes, outbox.dropped) == (1, 9, 1)
+    assert (len(outbox), outbox.bytes, outbox.dropped["queue_full"]) == (1, 9, 1)
 
 
 def test_a_batch_that_must_wait_holds_those_behind_it() -> None:
@@ -245,8 +249,109 @@ def test_a_batch_that_must_wait_holds_those_behind_it() -> None:
     outbox.put(1, b"a")
     outbox.put(2, b"b")
     outbox.next(0.0)
-    outbox.again(1, not_before=5.0)
+    outbox.again((0, 1), not_before=5.0)
     assert outbox.next(4.0) == (None, 1.0)
     item, _ = outbox.next(5.0)
     assert item is not None
     assert item.sequence == 1
+
+
+# -- spool and several collectors ------------------------------------------------------------
+
+
+def with_spool(folder: Path, epoch: int) -> tuple[Outbox, Keeper]:
+    outbox = Outbox(max_batches=2, max_bytes=1 << 20, epoch=epoch)
+    return outbox, Keeper(Spool(folder, 1 << 20), outbox, 0.05)
+
+
+def test_what_a_killed_run_left_arrives_before_the_next_one(
+    started: list[Collector | Stream], tmp_path: Path
+) -> None:
+    outbox, keeper = with_spool(tmp_path / "spool", 1)
+    keeper.start()
+    stream = make_stream(started, 1, outbox=outbox)  # nobody is there
+    for i in range(1, 21):
+        stream.offer(i, b"first %d" % i)
+        until(lambda i=i: keeper.state().batches == i)
+    stream.close(0)
+    keeper.close(10)
+    assert stream.totals().lost() == dict.fromkeys(stream.totals().lost(), 0)
+
+    collector = Collector()
+    started.append(collector)
+    outbox, keeper = with_spool(tmp_path / "spool", 2)
+    keeper.start()
+    stream = make_stream(started, collector.port, outbox=outbox)
+    stream.offer(1, b"second 1")
+    until(lambda: stream.queued[0] == 0)
+    assert collector.batches == [b"first %d" % i for i in range(1, 21)] + [b"second 1"]
+    until(lambda: keeper.state().bytes == 0)
+    keeper.close(10)
+
+
+def test_a_batch_that_cannot_be_read_again_is_counted_and_the_rest_goes_on(
+    started: list[Collector | Stream], tmp_path: Path
+) -> None:
+    outbox, keeper = with_spool(tmp_path / "spool", 1)
+    keeper.start()
+    stream = make_stream(started, 1, outbox=outbox)
+    for i in range(1, 11):
+        stream.offer(i, b"batch %d" % i)
+        until(lambda i=i: keeper.state().batches == i)
+    stream.close(0)
+    for path in (tmp_path / "spool").glob("*.seg"):
+        data = bytearray(path.read_bytes())
+        data[data.index(b"batch 4")] ^= 1
+        path.write_bytes(data)
+    collector = Collector()
+    started.append(collector)
+    again = make_stream(started, collector.port, outbox=outbox)
+    until(lambda: again.queued[0] == 0)
+    assert collector.batches == [b"batch %d" % i for i in range(1, 11) if i != 4]
+    assert again.totals().lost()["spool_damaged"] == 1
+    keeper.close(10)
+
+
+def test_the_first_collector_is_returned_to_and_nothing_is_lost(
+    started: list[Collector | Stream],
+) -> None:
+    first, second = Collector(), Collector()
+    started += [first, second]
+    stream = make_stream(started, first.port, second.port, return_seconds=0.2)
+    stream.offer(1, b"a")
+    until(lambda: stream.queued[0] == 0)
+    first.kill()
+    started.remove(first)
+    stream.offer(2, b"b")
+    until(lambda: second.batches == [b"b"])
+    back = Collector(port=first.port)
+    started.append(back)
+    sequence = 3
+
+    def offered() -> bool:
+        nonlocal sequence
+        stream.offer(sequence, b"%d" % sequence)
+        sequence += 1
+        return bool(back.batches)
+
+    until(offered)
+    until(lambda: stream.queued[0] == 0)
+    numbers = [b"%d" % n for n in range(3, sequence)]
+    assert second.batches[1:] + back.batches == numbers
+    assert stream.totals().lost()["queue_full"] == 0
+
+
+def test_while_the_first_does_not_answer_the_second_is_kept(
+    started: list[Collector | Stream],
+) -> None:
+    second = Collector()
+    started.append(second)
+    with socket.socket() as mute:  # takes connections and says nothing
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        stream = make_stream(started, 1, second.port, return_seconds=0.05)
+        until(lambda: stream.connected)
+        stream.use([f"127.0.0.1:{mute.getsockname()[1]}", f"127.0.0.1:{second.port}"], 0.1, 0.3)
+        seen = len(second.frames)
+        until(lambda: len(second.frames) > seen + 3)
+        assert stream.totals().connects == 1
