@@ -13,6 +13,7 @@ may be acknowledged that no analysis will see.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import marshal
 import os
@@ -20,12 +21,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from lanterne.collector import log as logs
 from lanterne.collector.errors import ListenError
 from lanterne.collector.handover import Item, Unpacker
+from lanterne.collector.handshakes import Handshakes
 from lanterne.collector.link import (
     CROWDED,
     ITEMS,
+    LOG,
     PORT,
     START,
     START_SECONDS,
@@ -38,6 +43,7 @@ from lanterne.collector.link import (
 log = logging.getLogger(__name__)
 
 CHILD = "lanterne.collector.intake_child"  # started as a program: this process never loads grpc
+JOURNAL = "journal_"  # counts of that name are not of batches
 STOP_SECONDS = 10.0
 SOCKET_BYTES = 4 << 20
 
@@ -50,9 +56,20 @@ class Intake:
         *,
         limits: Mapping[str, int],
         overloaded: Callable[[], None] = lambda: None,
+        record: Mapping[str, object] | None = None,
+        admission: Mapping[str, object] | None = None,
+        state: Path | None = None,
     ) -> None:
-        """limits: batch_bytes, nodes, items, bytes: the last two bound what waits in the child."""
+        """limits: batch_bytes, nodes, items, bytes: the last two bound what waits in the child.
+        record: what the child records and where (None: nothing), see intake_child.
+        admission: who may report, and how much (None: anybody), see admission_options.
+        state: the folder where the child keeps what it acknowledged (None: nowhere).
+        """
         self._limits = dict(limits)
+        self._record = dict(record) if record else None
+        self._admission = dict(admission) if admission else None
+        self._state = state
+        self._handshakes: Handshakes | None = None
         self._overloaded = overloaded
         self._unpacker = Unpacker()
         self._link: Link | None = None
@@ -66,12 +83,22 @@ class Intake:
         mine, theirs = socket.socketpair()
         for end in (mine, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        options = {**self._limits, "address": address, "level": logging.getLogger().level}
+        options = {
+            **self._limits,
+            "address": address,
+            "log": (logs.level(), logs.format_in_force()),
+            "record": self._record,
+            "admission": self._admission,
+            "state": str(self._state or ""),
+        }
         self._child = subprocess.Popen(
             [sys.executable, "-m", CHILD, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
+        if self._child.stderr is not None:
+            self._handshakes = Handshakes(self._child.stderr)  # type: ignore[arg-type]
         theirs.close()
         self._link = Link(mine)
         self._link.send(START, marshal.dumps(options))
@@ -117,6 +144,12 @@ class Intake:
             self._stride = stride
             self._link.send(STRIDE, b"%d" % stride)
 
+    def log(self, level: str, format: str) -> None:
+        """How the child writes its log from now on."""
+        if self._link is not None and self._serving:
+            with contextlib.suppress(OSError):  # it has ended: `receive` tells
+                self._link.send(LOG, marshal.dumps((level, format)))
+
     @property
     def serving(self) -> bool:
         return self._serving and self._child is not None and self._child.poll() is None
@@ -126,7 +159,13 @@ class Intake:
         return -1 if self._child is None else self._child.pid
 
     def counts(self) -> Mapping[str, int]:
-        return self._stats[0]
+        failed = self._handshakes.failed if self._handshakes else {}
+        mine = {k: v for k, v in self._stats[0].items() if not k.startswith(JOURNAL)}
+        return mine | {f"streams_{cause}": n for cause, n in failed.items()}
+
+    def journal_errors(self) -> Mapping[str, int]:
+        """By reason; empty where nothing is kept."""
+        return {k: v for k, v in self._stats[0].items() if k.startswith(JOURNAL)}
 
     def refused(self) -> Mapping[str, int]:
         return self._stats[1]
@@ -162,3 +201,5 @@ class Intake:
             except subprocess.TimeoutExpired:
                 self._child.kill()
                 self._child.wait()
+        if self._handshakes is not None:
+            self._handshakes.join(STOP_SECONDS)

@@ -6,22 +6,28 @@ import ctypes
 import logging
 import marshal
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from lanterne.collector import log as logs
 from lanterne.collector.batch import DecodedBatch
-from lanterne.collector.checks import Limits
-from lanterne.collector.errors import ListenError
+from lanterne.collector.errors import CertificateError, ListenError, RecordingError
 from lanterne.collector.handover import Item, Packer
-from lanterne.collector.ingest import Ingest, IngestConfig
+from lanterne.collector.ingest import Ingest, IngestConfig, ingest_config
+from lanterne.collector.journal import Journal
 from lanterne.collector.link import (
     CROWDED,
     ITEMS,
+    LOG,
     PORT,
     PROBLEM,
     START,
@@ -31,12 +37,18 @@ from lanterne.collector.link import (
     STRIDE,
     Link,
 )
+from lanterne.collector.recorder import Recorder
+from lanterne.collector.recording import Header
+from lanterne.collector.systemd import mark_priorities
+
+log = logging.getLogger("lanterne.collector.intake")
 
 CHUNK_ITEMS = 64
 STATS_SECONDS = 0.5
 GATHER_SECONDS = 0.02  # items are handed over this often: a thread woken for each would cost more
 CROWDED_SHARE = 0.75  # of a bound: from here on fewer instances are asked for, before any refusal
 PR_SET_PDEATHSIG = 1
+OTHER_DESCRIPTORS = 256  # than connections: files, libraries, those of gRPC
 
 
 class Outbox:
@@ -106,38 +118,43 @@ def _child(fd: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent says when
     link = Link(socket.socket(fileno=fd))
     first = link.receive(START_SECONDS)
     if first is None:
         return
     options = marshal.loads(first[1])  # our own parent's
-    logging.basicConfig(
-        level=options["level"],
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    _configure_log(*options["log"])
     outbox = Outbox(link, options["items"], options["bytes"], options["nodes"])
     stride = [1]
     ingest = Ingest(
         on_batch=outbox.take,
         stride=lambda: stride[0],
-        config=IngestConfig(
-            limits=Limits(batch_bytes=options["batch_bytes"]), nodes=options["nodes"]
+        config=_with_descriptors(
+            ingest_config(options["batch_bytes"], options["nodes"], options["admission"])
         ),
     )
+    recorder = journal = None
     try:
         port = ingest.listen(options["address"])
-    except ListenError as error:
+        if options["record"]:
+            recorder = _recorder(options["record"])
+            ingest.on_frame = recorder.take
+        if options["state"]:
+            journal = Journal(Path(options["state"]), ingest.seen)
+            journal.open()
+            ingest.on_taken = journal.add
+    except (CertificateError, ListenError, RecordingError) as error:
         link.send(PROBLEM, str(error).encode())
         return
     link.send(PORT, b"%d" % port)
 
     def stats() -> bytes:
         connected = sorted(ingest.connected())
+        kept = {**(recorder.counts() if recorder else {}), **(journal.errors() if journal else {})}
         return marshal.dumps(
-            (dict(ingest.counts()), dict(ingest.refused()), connected, len(outbox))
+            ({**ingest.counts(), **kept}, dict(ingest.refused()), connected, len(outbox))
         )
 
     hand_over = threading.Thread(target=_hand_over, args=(outbox, stats), daemon=True)
@@ -149,13 +166,59 @@ def _child(fd: int, parent: int) -> None:
                 stride[0] = int(body)
             elif kind == START:
                 ingest.start()
+            elif kind == LOG:
+                _configure_log(*marshal.loads(body))
             elif kind == STOP:
                 break
     except (EOFError, OSError):
         os._exit(1)
     ingest.stop()
+    if recorder is not None:
+        recorder.close()
+    if journal is not None:
+        journal.close()
     outbox.close()
     hand_over.join()
+
+
+def _configure_log(level: str, format: logs.Format) -> None:
+    logs.configure(level, format)
+    mark_priorities(logging.getLogger())
+
+
+def _with_descriptors(config: IngestConfig) -> IngestConfig:
+    """As many descriptors as connections are wanted, or fewer connections: a server that has run
+    out of them turns its processor and no stream."""
+    wanted = config.connections + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    most = max(16, soft - OTHER_DESCRIPTORS)
+    if most >= config.connections:
+        return config
+    log.warning(
+        "fewer connections than ingest.max_connections: raise the limit of open files",
+        extra={"connections": most, "open_files": soft},
+    )
+    return replace(config, connections=most)
+
+
+def _recorder(o: Mapping[str, Any]) -> Recorder:
+    """Raises RecordingError."""
+    return Recorder(
+        Path(o["path"]),
+        max_bytes=o["max_bytes"],
+        files=o["files"],
+        sync_seconds=o["sync_seconds"],
+        header=lambda: Header(
+            boot_id=o["boot_id"],
+            created_ns=time.time_ns(),
+            monotonic_ns=time.monotonic_ns(),
+            version=o["version"],
+            engine=o["engine"],
+        ),
+    )
 
 
 def _hand_over(outbox: Outbox, stats: Callable[[], bytes]) -> None:
