@@ -54,6 +54,7 @@ class GpuReading:
     sm_clock_max_hertz: float | None = None
     throttle_reasons: tuple[str, ...] = ()
     process_memory: dict[int, int] = field(default_factory=dict)
+    mig: tuple[str, ...] = ()  # UUIDs of its MIG instances
 
 
 def normal_bus_id(text: str) -> str:
@@ -180,7 +181,20 @@ class Nvml:
             ),
             throttle_reasons=self._throttle(handle),
             process_memory=self._process_memory(handle),
+            mig=self._mig(handle),
         )
+
+    def _mig(self, handle: object) -> tuple[str, ...]:
+        nvml = self._nvml
+        mode = self._try(nvml.nvmlDeviceGetMigMode, handle)  # current, pending
+        if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            return ()
+        uuids = []
+        for place in range(self._try(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance = self._try(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
+            if instance is not None:  # most places are empty
+                uuids.append(_text(self._try(nvml.nvmlDeviceGetUUID, instance)))
+        return tuple(uuid for uuid in uuids if uuid)
 
     def _throttle(self, handle: object) -> tuple[str, ...]:
         bits = self._try(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)

@@ -1,4 +1,4 @@
-"""Generate proto/telemetry_pb2*.py from proto/telemetry.proto (``make proto``).
+"""Generate proto/*_pb2*.py from proto/*.proto (``make proto``).
 
 ``--check DIR`` writes into DIR instead; tests/contract compares that with what is committed.
 """
@@ -13,11 +13,17 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("telemetry_pb2.py", "telemetry_pb2.pyi", "telemetry_pb2_grpc.py")
+NAMES = (
+    "telemetry_pb2.py",
+    "telemetry_pb2.pyi",
+    "telemetry_pb2_grpc.py",
+    "pod_resources_pb2.py",
+    "pod_resources_pb2.pyi",
+)
 
 
 def generate(into: Path) -> None:
-    """Write the three generated files into `into`."""
+    """Write the generated files into `into`."""
     with tempfile.TemporaryDirectory() as tmp:
         # The virtual path makes the generated import `from lanterne.proto import telemetry_pb2`.
         args = [
@@ -27,9 +33,10 @@ def generate(into: Path) -> None:
             f"--pyi_out={tmp}",
             f"--grpc_python_out={tmp}",
             "lanterne/proto/telemetry.proto",
+            "lanterne/proto/pod_resources.proto",
         ]
         if protoc.main(args) != 0:
-            raise SystemExit("protoc failed on proto/telemetry.proto: see its message above")
+            raise SystemExit("protoc failed on proto/*.proto: see its message above")
         for name in NAMES:
             shutil.copyfile(Path(tmp) / "lanterne" / "proto" / name, into / name)
 
