@@ -44,7 +44,7 @@ demo-torch: setup-torch ## the same with real PyTorch processes and Gloo
 	@$(PY) -m tests.demo --torch "$(TORCH_PY)" $(FLAGS)
 
 test: setup ## unit, contract, kernel and end-to-end tests (ARGS= goes to pytest)
-	@$(PY) -m pytest -m "not torch and not nccl and not deb" $(ARGS)
+	@$(PY) -m pytest -m "not torch and not nccl and not deb and not faults" $(ARGS)
 
 test-torch: setup-torch ## end to end with real PyTorch and Gloo
 	@LANTERNE_TORCH_PYTHON="$(TORCH_PY)" $(PY) -m pytest -m torch $(ARGS)
@@ -90,12 +90,14 @@ TYPED_TESTS += $(wildcard tests/gpu/*.py)
 gpu-bundle: setup ## the check of one NVIDIA host, and all it may lack (docs/gpu-check.md)
 	@$(PY) -m tests.gpu.bundle
 
-TYPED_TESTS += $(wildcard tests/bench/detect/*.py)
+TYPED_TESTS += $(wildcard tests/bench/detect/*.py helm/dashboards/*.py)
 
 .PHONY: bench-detect
 bench-detect: setup ## the detector and the baselines against known faults (JSON=detect.json QUICK=1 DOCS=1 SEEDS=tune)
 	@$(PY) -m tests.bench.detect $(if $(QUICK),--quick) $(if $(JSON),--json "$(JSON)") \
 		$(if $(DOCS),--docs docs) $(if $(SEEDS),--seeds "$(SEEDS)")
+
+TYPED_TESTS += helm/deb/build.py tests/deb/system.py
 
 .PHONY: deb setup-deb test-deb
 deb: setup ## lanterne-agent and lanterne-collector as Debian packages, in build/deb

@@ -1,13 +1,14 @@
 """The agent's configuration: defaults < TOML file < environment < flags, every value checked.
 
 The environment variable of a key is ``LANTERNE_AGENT_<SECTION>_<KEY>``, for instance
-``LANTERNE_AGENT_WINDOW_SECONDS=0.5``; lists are comma-separated there. A key, section or variable
-that does not exist is refused: a misspelt setting must not be silently without effect.
+``LANTERNE_AGENT_WINDOW_SECONDS=0.5``; lists are comma-separated there, or JSON. A key, section or
+variable that does not exist is refused: a misspelt setting must not be silently without effect.
 ``lanterne-agent.toml`` beside this file shows every key with its default.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -36,6 +37,9 @@ Listen = Annotated[
     ),
 ]
 Name = Annotated[str, Meta(min_length=1, max_length=128, description="a non-empty text")]
+FileName = Annotated[
+    str, Meta(pattern=r"^(/.*)?$", max_length=1024, description="an absolute path, or empty")
+]
 Globs = Annotated[tuple[Name, ...], Meta(max_length=256, description="a list of path patterns")]
 
 
@@ -64,6 +68,18 @@ class Collector(_Section, frozen=True, kw_only=True):
     heartbeat_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
     backoff_max_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 10.0
     shutdown_seconds: Annotated[float, Meta(ge=0, le=60)] = 3.0
+    token_file: FileName = ""
+
+
+class Tls(_Section, frozen=True, kw_only=True):
+    """Of the connection to the collector: ca alone: we know it; cert and key: it knows us, too."""
+
+    ca: FileName = ""
+    cert: FileName = ""
+    key: FileName = ""
+    server_name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]*$", max_length=253, description="a host name, or empty")
+    ] = ""
 
 
 class Window(_Section, frozen=True, kw_only=True):
@@ -82,8 +98,12 @@ class Probes(_Section, frozen=True, kw_only=True):
     comm_ring_bytes: Annotated[
         int, Meta(ge=4096, le=1 << 28, description="bytes, a power of two")
     ] = 1 << 20
+    device_ring_bytes: Annotated[
+        int, Meta(ge=4096, le=1 << 28, description="bytes, a power of two")
+    ] = 2 << 20
     include: Globs = ()
     exclude: Globs = ()
+    look_into: Globs = ("*nccl*", "*NCCL*", "*rccl*", "libtorch_cuda*", "libtorch_hip*")
     interpreter: Name = "/usr/bin/python3"
     drop_privileges: bool = True
 
@@ -108,6 +128,86 @@ class Evidence(_Section, frozen=True, kw_only=True):
 class Sources(_Section, frozen=True, kw_only=True):
     nvml: bool = True
     host: bool = True
+    ras: bool = True
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An inference engine whose Prometheus endpoint is scraped."""
+
+    address: Annotated[
+        str,
+        Meta(
+            pattern=r"^(http://)?[^\s:/?#@]+:\d{1,5}(/[^\s?#]*)?$",
+            max_length=256,
+            description="HOST:PORT or http://HOST:PORT/PATH",
+        ),
+    ]
+    kind: Literal["vllm", "sglang"]
+    workload: Annotated[str, Meta(max_length=128)] = ""
+
+
+class ExpertFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file or folder in which an engine leaves what it knows of its experts."""
+
+    path: Annotated[str, Meta(pattern=r"^/", max_length=1024, description="an absolute path")]
+    kind: Literal["sglang_dump", "numpy", "vllm_log", "sglang_log"]
+    workload: Annotated[str, Meta(max_length=128)] = ""
+    model: Annotated[str, Meta(max_length=128)] = ""
+    ranks: Annotated[int, Meta(ge=0, le=65_536)] = 0
+
+
+class Experts(_Section, frozen=True, kw_only=True):
+    socket: Annotated[
+        str, Meta(pattern=r"^(/.*)?$", max_length=100, description="an absolute path, or empty")
+    ] = "/run/lanterne/intake.sock"
+    listen: Annotated[
+        str,
+        Meta(
+            pattern=r"^$|^(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d{1,5}$",
+            description="HOST:PORT of this host only, such as 127.0.0.1:9479, or empty",
+        ),
+    ] = ""
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=64 << 20, description="bytes")] = 4 << 20
+    max_per_second: Annotated[float, Meta(gt=0, le=10_000)] = 50.0
+    poll_seconds: Annotated[float, Meta(ge=0.2, le=600)] = 5.0
+    engines: Annotated[
+        tuple[Engine, ...],
+        Meta(max_length=64, description="a list of { address, kind, workload }"),
+    ] = ()
+    files: Annotated[
+        tuple[ExpertFile, ...],
+        Meta(max_length=64, description="a list of { path, kind, workload, model, ranks }"),
+    ] = ()
+
+
+class Spool(_Section, frozen=True, kw_only=True):
+    # Empty: nothing outlives the agent, and memory alone bridges an outage.
+    path: Annotated[
+        str, Meta(pattern=r"^(/.*)?$", max_length=1024, description="an absolute path, or empty")
+    ] = ""
+    max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40, description="bytes")] = 256 << 20
+    sync_seconds: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
+
+
+class Kubernetes(_Section, frozen=True, kw_only=True):
+    enabled: Literal["auto", "on", "off"] = "auto"
+    node_address: Annotated[
+        str,
+        Meta(
+            pattern=r"^$|^(https?://)?[^\s/?#@]+$",
+            max_length=256,
+            description="HOST, HOST:PORT or http://HOST:PORT of this node's kubelet, or empty",
+        ),
+    ] = ""
+    pod_resources_socket: Annotated[
+        str, Meta(pattern=r"^/", max_length=100, description="an absolute path")
+    ] = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    token_file: Annotated[str, Meta(pattern=r"^/", max_length=1024, description="a path")] = (
+        "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    )
+    ca_file: Annotated[str, Meta(pattern=r"^/", max_length=1024, description="a path")] = (
+        "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"
+    )
 
 
 class Metrics(_Section, frozen=True, kw_only=True):
@@ -116,6 +216,7 @@ class Metrics(_Section, frozen=True, kw_only=True):
 
 class Log(_Section, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
 
 
 class AgentConfig(_Section, frozen=True, kw_only=True):
@@ -123,11 +224,15 @@ class AgentConfig(_Section, frozen=True, kw_only=True):
 
     node: Node = Node()
     collector: Collector = Collector()
+    tls: Tls = Tls()
     window: Window = Window()
     probes: Probes = Probes()
     identity: Identity = Identity()
     evidence: Evidence = Evidence()
     sources: Sources = Sources()
+    experts: Experts = Experts()
+    spool: Spool = Spool()
+    kubernetes: Kubernetes = Kubernetes()
     metrics: Metrics = Metrics()
     log: Log = Log()
 
@@ -168,7 +273,19 @@ def load(
     if not config.node.name:
         name = re.sub(r"[^A-Za-z0-9._:-]+", "-", socket.gethostname())[:128].strip("._:-")
         config = msgspec.structs.replace(config, node=Node(name=name or "node"))
+    _check_tls(config.tls)
     return config
+
+
+def _check_tls(tls: Tls) -> None:
+    """Keys that are nothing without each other: half of them must not mean no encryption."""
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("tls.cert and tls.key belong together: set both, or neither")
+    if not tls.ca and (tls.cert or tls.server_name):
+        raise ConfigError(
+            "tls.cert, tls.key and tls.server_name are nothing without tls.ca, the authority of "
+            "the collector's certificate: set it"
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -178,7 +295,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(f"{path}: cannot be read: {reason}; check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only tomllib's own: numbers, encoding
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
 
 
@@ -239,7 +356,8 @@ def _check_ports(result: str | tuple[object, ...], hint: object, what: str) -> N
     if hint is not Listen and "HOST:PORT" not in _allowed(hint):
         return
     for address in (result,) if isinstance(result, str) else result:
-        if address and int(str(address).rpartition(":")[2]) > 65_535:
+        port = str(address).rpartition(":")[2]
+        if port.isdecimal() and int(port) > 65_535:
             raise ConfigError(f"{what} is not allowed: {address}: a port is at most 65535")
 
 
@@ -247,6 +365,9 @@ def _from_text(hint: object, text: str) -> object:
     """Text of a flag or variable to what msgspec converts: lists split at commas."""
     inner = getattr(hint, "__origin__", hint)
     name = str(inner)
+    if "tuple" in name and text.lstrip().startswith("["):  # JSON, for lists of tables
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(text)
     if "tuple" in name:
         return [item.strip() for item in text.split(",") if item.strip()]
     if "dict" in name:

@@ -132,9 +132,10 @@ def parse_maps(text: bytes) -> tuple[Mapped, ...]:
             continue
         try:
             key = (device_number(parts[3].decode()), int(parts[4]))
-        except ValueError:
+            mapped = Mapped(key, kind, path, parts[0].decode(), deleted)
+        except (ValueError, OverflowError):
             continue
-        found.setdefault(key, Mapped(key, kind, path, parts[0].decode(), deleted))
+        found.setdefault(key, mapped)
     return tuple(found.values())
 
 
@@ -172,9 +173,10 @@ def other_files(text: bytes, look_into: Sequence[str] = LOOK_INTO) -> tuple[Mapp
             continue
         try:
             key = (device_number(device.decode()), int(inode))
-        except ValueError:
+            mapped = Mapped(key, "nccl", path, span.decode(), deleted)
+        except (ValueError, OverflowError):
             continue
-        found.setdefault(key, (hinted, Mapped(key, "nccl", path, span.decode(), deleted)))
+        found.setdefault(key, (hinted, mapped))
     ordered = sorted(found.values(), key=lambda one: not one[0])
     return tuple(mapped for _, mapped in ordered[:MAX_OTHERS])
 

@@ -8,7 +8,6 @@ which are closed before the table is printed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 from lanterne.agent import doctor_deployment as deployment
 from lanterne.agent import kernel, running
 from lanterne.agent.attach import Attacher
-from lanterne.agent.config import CONFIG_VARIABLE, AgentConfig
+from lanterne.agent.config import AgentConfig
 from lanterne.agent.discover import MAX_MAPS_READ
 from lanterne.agent.doctor_view import (
     LibraryView,
@@ -48,9 +47,9 @@ MAX_PROBLEM_ROWS = 20
 MAX_SCANS = 40
 
 
-def run(config: AgentConfig, *, as_json: bool) -> int:
-    """Print the report; 0 where the basic level works, else 1."""
-    report = examine(config)
+def run(config: AgentConfig, *, as_json: bool, file: Path | None = None) -> int:
+    """Print the report; 0 where the basic level works, else 1. `file`: of the configuration."""
+    report = examine(config, file=file)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -58,7 +57,13 @@ def run(config: AgentConfig, *, as_json: bool) -> int:
     return 0 if report.works else 1
 
 
-def examine(config: AgentConfig, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Report:
+def examine(
+    config: AgentConfig,
+    *,
+    file: Path | None = None,
+    proc: Path = Path("/proc"),
+    sys: Path = Path("/sys"),
+) -> Report:
     support = kernel.probe_support()
     rows = [
         *kernel_rows(support),
@@ -70,7 +75,7 @@ def examine(config: AgentConfig, *, proc: Path = Path("/proc"), sys: Path = Path
     can_load = not any(row.status == "fail" for row in rows)
     rows.append(self_test_row(config, can_load))
     rows += nvml_rows(config.sources.nvml)
-    rows += deployment_rows(config)
+    rows += deployment_rows(config, file)
     found_rows, libraries = survey(config, proc)
     rows += found_rows
     rows += steps_rows(running.read(config.metrics.listen) if config.metrics.listen else {})
@@ -83,10 +88,12 @@ def report(rows: Sequence[Row], libraries: tuple[LibraryView, ...] = ()) -> Repo
     return Report(metadata.version("lanterne"), works, shown, libraries)
 
 
-def deployment_rows(config: AgentConfig) -> Iterator[Row]:
+def deployment_rows(config: AgentConfig, file: Path | None = None) -> Iterator[Row]:
     """TLS, each collector as the agent would reach it, spool, permissions, kubelet."""
-    path = os.environ.get(CONFIG_VARIABLE)
-    yield from deployment.writable_by_others("configuration", Path(path) if path else None)
+    yield from deployment.writable_by_others("configuration", file)
+    tls = config.tls
+    yield from deployment.tls_rows(tls.ca, tls.cert, tls.key)
+    yield from deployment.secret_rows(("collector.token_file", config.collector.token_file))
     for address in config.collector.addresses:
         row, numbers = deployment.resolved(address)
         yield row
@@ -94,8 +101,11 @@ def deployment_rows(config: AgentConfig) -> Iterator[Row]:
             continue
         reached = collector_row(address)
         yield reached
-        if reached.status == "ok":
-            yield deployment.clock_row(address, *reach(config, address))
+        if reached.status != "ok":
+            continue
+        if tls.ca:
+            yield deployment.tls_server_row(address, tls.ca, tls.cert, tls.key, tls.server_name)
+        yield deployment.clock_row(address, *reach(config, address))
     spool, kubernetes = config.spool, config.kubernetes
     yield from deployment.spool_rows(spool.path, spool.max_bytes)
     yield from deployment.kubelet_rows(
@@ -106,9 +116,13 @@ def deployment_rows(config: AgentConfig) -> Iterator[Row]:
 def reach(config: AgentConfig, address: str) -> tuple[float | None, str]:
     """Frames without a batch on a stream as the agent's -> (error of the clocks in seconds, what
     is wrong)."""
+    from lanterne.agent.credentials import Credentials, Files
     from lanterne.agent.stream import Stream  # loads grpc
 
-    stream = Stream((address,), config.node.name, heartbeat=0.1)
+    tls = config.tls
+    files = Files(tls.ca, tls.cert, tls.key, config.collector.token_file, tls.server_name)
+    credentials = Credentials(files)
+    stream = Stream((address,), config.node.name, heartbeat=0.1, credentials=credentials)
     stream.start()
     deadline = time.monotonic() + REACH_SECONDS
     while time.monotonic() < deadline and stream.round_trips < ENOUGH_ROUND_TRIPS:

@@ -58,6 +58,10 @@ class Page:
 def page(samples: Iterable[Sample]) -> Page:
     found = Page()
     for name, labels, value in samples:
+        try:
+            value = float(value)  # the parser gives whole numbers of any size
+        except OverflowError:
+            continue
         if not math.isfinite(value) or value < 0:
             continue
         if name.endswith("_bucket"):

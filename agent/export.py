@@ -11,17 +11,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lanterne.agent.health import HealthPages
+from lanterne.agent.keeper import SpoolState
+from lanterne.agent.page_server import PageServer
+from lanterne.agent.reload import Reloaded
 from lanterne.probes.layout import COUNTERS
 
 LOST_REASONS = tuple(name.removeprefix("lost_") for name in COUNTERS if name.startswith("lost_"))
 SOURCES = ("uprobes", "nvml", "host")
 LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
-LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep", "profiler")
-DROP_REASONS = ("queue_full", "refused")
+LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep", "parcagpu", "profiler")
+DROP_REASONS = ("queue_full", "refused", "spool_full", "spool_damaged")
+# agent.kernels: malformed, clock, process, name and window_full are in no stage time either.
+KERNEL_REASONS = (
+    "sampled", "lost", "unchecked", "order", "communicator", "unplaced", "plugin", "held",
+    "malformed", "clock", "process", "name", "window_full",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,24 +52,36 @@ class AgentState:
     device_operations: int = 0
     device_unmatched: int = 0
     device_unplaced: int = 0
+    kernels: int = 0
+    kernel_operations: int = 0
+    kernels_left_out: Mapping[str, int] = field(default_factory=dict)
     blind_graph_launches: int = 0
+    steps: int = 0
+    blind_steps: int = 0
+    processes_untold: int = 0
     probe_runs: int | None = None  # None: the kernel does not count (kernel.bpf_stats_enabled)
     probe_run_seconds: float | None = None
     processes: int = 0
     source_success: Mapping[str, bool] = field(default_factory=dict)
     libraries: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (kind, state)
+    expert_loads: Mapping[str, int] = field(default_factory=dict)  # by source
+    expert_loads_refused: Mapping[str, int] = field(default_factory=dict)  # by cause
     batches_sent: int = 0
     batches_resent: int = 0
     batches_acked: int = 0
     batches_dropped: Mapping[str, int] = field(default_factory=dict)
+    spool: SpoolState | None = None  # None: there is none
     connects: int = 0
     connected: bool = False
     queue_batches: int = 0
     queue_bytes: int = 0
     stride: int = 1
     last_window_seconds: float = 0.0  # CLOCK_REALTIME
+    reload: Reloaded | None = None
     gpus: Sequence[Any] = ()  # agent.nvml.GpuReading
     host: Mapping[int, Any] = field(default_factory=dict)  # pid -> agent.host.ProcessReading
+    # By side (api, kubelet, pod_resources) and result (ok, failed)
+    kubernetes_requests: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 # name, help, field of AgentState
@@ -107,10 +128,26 @@ _COUNTERS = (
         "Of them, replays of graphs left out because not every one was seen from the beginning.",
         "device_unplaced",
     ),
+    ("lanterne_agent_kernels", "GPU kernels that parcagpu told of.", "kernels"),
+    (
+        "lanterne_agent_kernel_operations",
+        "Of them, those that were sent as operations of a communicator.",
+        "kernel_operations",
+    ),
     (
         "lanterne_agent_blind_graph_launches",
-        "Graph launches of processes whose collectives were captured: not seen one by one.",
+        "Graph launches of processes that have collectives in graphs, which no plugin tells.",
         "blind_graph_launches",
+    ),
+    (
+        "lanterne_agent_steps",
+        "Steps of processes that hold communicators: from one synchronise call to the next.",
+        "steps",
+    ),
+    (
+        "lanterne_agent_blind_steps",
+        "Of them, steps whose collectives ran in graphs where nobody sees them.",
+        "blind_steps",
     ),
     ("lanterne_agent_batches_sent", "Batches sent for the first time.", "batches_sent"),
     ("lanterne_agent_batches_resent", "Batches sent again.", "batches_resent"),
@@ -121,6 +158,11 @@ _GAUGES = (
     ("lanterne_agent_comms", "Communicators followed now.", "comms"),
     ("lanterne_agent_comms_unresolved", "Of them, not identified yet.", "comms_unresolved"),
     ("lanterne_agent_processes", "Processes that map a probed library.", "processes"),
+    (
+        "lanterne_agent_processes_untold",
+        "Processes that use CUDA and are left out because there are more than the bound.",
+        "processes_untold",
+    ),
     ("lanterne_agent_collector_connected", "1 while a collector answers.", "connected"),
     ("lanterne_agent_queue_batches", "Batches not acknowledged.", "queue_batches"),
     ("lanterne_agent_queue_bytes", "Their bytes.", "queue_bytes"),
@@ -178,7 +220,10 @@ class AgentCollector(Collector):
         for name, text, key in _GAUGES:
             yield GaugeMetricFamily(name, text, value=float(getattr(state, key)))
         yield from _labelled(state)
+        yield from _reload(state.reload)
         yield from _probe_cost(state)
+        if state.spool is not None:
+            yield from _spool(state.spool)
         yield from _gpus(state)
         yield from _host(state)
 
@@ -196,6 +241,30 @@ def _labelled(state: AgentState) -> Iterator[Metric]:
     for reason in dict.fromkeys((*DROP_REASONS, *state.batches_dropped)):
         dropped.add_metric([reason], state.batches_dropped.get(reason, 0))
     yield dropped
+    left_out = CounterMetricFamily(
+        "lanterne_agent_kernels_left_out",
+        "GPU kernels that parcagpu told of and that stand for no operation, or for nothing.",
+        labels=["reason"],
+    )
+    for reason in dict.fromkeys((*KERNEL_REASONS, *state.kernels_left_out)):
+        left_out.add_metric([reason], state.kernels_left_out.get(reason, 0))
+    yield left_out
+    for name, text, label, counts in (
+        ("loads", "Loads of experts that engines told.", "source", state.expert_loads),
+        ("loads_refused", "Loads not taken, by cause.", "reason", state.expert_loads_refused),
+    ):
+        told = CounterMetricFamily(f"lanterne_agent_expert_{name}", text, labels=[label])
+        for value, count in sorted(counts.items()):
+            told.add_metric([value], count)
+        yield told
+    requests = CounterMetricFamily(
+        "lanterne_agent_kubernetes_requests",
+        "Questions to the API server, the kubelet and its pod-resources socket.",
+        labels=["side", "result"],
+    )
+    for (side, result), count in sorted(state.kubernetes_requests.items()):
+        requests.add_metric([side, result], count)
+    yield requests
     success = GaugeMetricFamily(
         "lanterne_agent_source_success", "1 where the last reading succeeded.", labels=["source"]
     )
@@ -211,6 +280,20 @@ def _labelled(state: AgentState) -> Iterator[Metric]:
     yield libraries
 
 
+def _reload(told: Reloaded | None) -> Iterator[Metric]:
+    if told is not None:
+        yield GaugeMetricFamily(
+            "lanterne_agent_config_reload_success",
+            "1 where the configuration was last read (at the start, or on SIGHUP) without error.",
+            value=float(told.success),
+        )
+        yield GaugeMetricFamily(
+            "lanterne_agent_config_reload_timestamp_seconds",
+            "When the configuration was last read without error, UNIX time.",
+            value=told.succeeded_at,
+        )
+
+
 def _probe_cost(state: AgentState) -> Iterator[Metric]:
     """Absent where the kernel does not count runs: nothing is known then, zero would be a lie."""
     if state.probe_runs is not None:
@@ -223,6 +306,34 @@ def _probe_cost(state: AgentState) -> Iterator[Metric]:
             "Time spent in the probes' programs, the trap not included.",
             value=state.probe_run_seconds,
         )
+
+
+def _spool(spool: SpoolState) -> Iterator[Metric]:
+    """Absent where there is none."""
+    for name, text, value in (
+        ("success", "1 while batches can be kept on disk.", float(spool.success)),
+        (
+            "unclean_start",
+            "1 where the run before was killed: its open window is lost.",
+            float(spool.unclean),
+        ),
+        ("batches", "Batches on disk that no collector has acknowledged.", spool.batches),
+        ("bytes", "Bytes of the segments on disk.", spool.bytes),
+    ):
+        yield GaugeMetricFamily(f"lanterne_agent_spool_{name}", text, value=value)
+    for name, text, value in (
+        ("written", "Batches written to disk.", spool.written),
+        ("restored", "Batches that earlier runs of the agent left.", spool.restored),
+    ):
+        yield CounterMetricFamily(f"lanterne_agent_spool_{name}", text, value=value)
+    errors = CounterMetricFamily(
+        "lanterne_agent_spool_errors",
+        "Times that the disk could not be counted on: batches stayed in memory.",
+        labels=["reason"],
+    )
+    for reason, count in spool.errors.items():
+        errors.add_metric([reason], count)
+    yield errors
 
 
 def _gpus(state: AgentState) -> Iterator[Metric]:
@@ -266,19 +377,22 @@ def _host(state: AgentState) -> Iterator[Metric]:
 class Exporter:
     """Serves the page in its own thread until closed."""
 
-    def __init__(self, listen: str, state: Callable[[], AgentState]):
-        """`listen` is HOST:PORT, host may be empty. Raises OSError where it is taken."""
+    def __init__(
+        self,
+        listen: str,
+        state: Callable[[], AgentState],
+        problem: Callable[[], str] = lambda: "",
+        stalled: Callable[[], str] = lambda: "",
+    ):
+        """`listen` is HOST:PORT, host may be empty. Raises OSError where it is taken.
+        problem, stalled: what /readyz and /healthz say, "" where all is well.
+        """
         host, _, port = listen.rpartition(":")
         registry = CollectorRegistry()
         registry.register(AgentCollector(state))
-        self._server, self._thread = start_http_server(
-            int(port),
-            addr=host.strip("[]") or "0.0.0.0",
-            registry=registry,
-        )
+        pages = HealthPages(make_wsgi_app(registry), problem, stalled)
+        self._server = PageServer(host.strip("[]") or "0.0.0.0", int(port), pages)
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(2.0)
+        self._server.close()

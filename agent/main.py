@@ -17,8 +17,23 @@ from lanterne.agent import config as configuration
 from lanterne.agent import log as logs
 from lanterne.agent import memory
 from lanterne.agent.errors import AgentError, ConfigError
+from lanterne.agent.reload import Reloader
+from lanterne.agent.systemd import Notifier, mark_priorities
 
-log = logging.getLogger("lanterne.agent")
+# What SIGHUP changes in flight (docs/operate.md); the rest takes a restart.
+LIVE = frozenset(
+    {
+        "collector.addresses",
+        "collector.backoff_max_seconds",
+        "collector.heartbeat_seconds",
+        "collector.shutdown_seconds",
+        "log.format",
+        "log.level",
+        "window.drain_seconds",
+        "window.scan_seconds",
+        "window.seconds",
+    }
+)
 
 DESCRIPTION = """\
 Watches the collectives (NCCL, Gloo) of every job on this host through eBPF uprobes, without any
@@ -82,6 +97,12 @@ def _add_settings(to: argparse.ArgumentParser, *, top_level: bool) -> None:
         help="check the configuration and exit",
     )
     to.add_argument(
+        "--dry-run",
+        action="store_true",
+        default=False if top_level else argparse.SUPPRESS,
+        help="check all that can be without loading a probe, say what would happen, and exit",
+    )
+    to.add_argument(
         "--collector",
         metavar="HOST:PORT",
         action="append",
@@ -129,34 +150,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.check_config:
         print("configuration is valid")
         return 0
-    logs.configure(config.log.level)
+    _configure_log(config)
+    named = arguments.config or os.environ.get(configuration.CONFIG_VARIABLE)
+    file = Path(named) if named else None
+    if arguments.dry_run:
+        from lanterne.agent import dry_run
+
+        return dry_run.run(config, as_json=getattr(arguments, "json", False), file=file)
     if arguments.command == "doctor":
         from lanterne.agent import doctor
 
-        return doctor.run(config, as_json=arguments.json)
+        return doctor.run(config, as_json=arguments.json, file=file)
     return _run(config, arguments)
 
 
+def _configure_log(config: configuration.AgentConfig) -> None:
+    logs.configure(config.log.level, config.log.format)
+    mark_priorities(logging.getLogger())
+
+
 def _run(config: configuration.AgentConfig, arguments: argparse.Namespace) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     memory.frugal()
+    os.umask(0o077)  # whatever is written, spool and sockets, is for this user only
     from lanterne.agent.daemon import Agent
 
+    notifier = Notifier()
     try:
-        agent = Agent(config)
+        agent = Agent(config, notifier=notifier)
     except AgentError as error:
         print(f"lanterne-agent: {error}", file=sys.stderr)
         return 1
 
-    def reload(*_: object) -> None:
-        try:
-            logging.getLogger().setLevel(load_config(arguments).log.level.upper())
-            log.info("log level reloaded; other settings need a restart")
-        except ConfigError as error:
-            log.error("configuration not reloaded", extra={"reason": str(error)})
+    def apply(settings: configuration.AgentConfig) -> None:
+        _configure_log(settings)
+        agent.use(settings)
 
+    agent.reloader = Reloader(
+        config,
+        load=lambda: load_config(arguments),
+        apply=apply,
+        live=LIVE,
+        refused=ConfigError,
+    )
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())
     signal.signal(signal.SIGINT, lambda *_: agent.stop())
-    signal.signal(signal.SIGHUP, reload)
+    signal.signal(signal.SIGHUP, lambda *_: agent.reload())
     agent.run()
     return 0
 

@@ -72,6 +72,16 @@ def parser() -> argparse.ArgumentParser:
         default="127.0.0.1:9478",
         help="HTTP address of the collector (default: %(default)s)",
     )
+    watch.add_argument("--ca", metavar="FILE", default="", help="authority of its certificate")
+    watch.add_argument("--cert", metavar="FILE", default="", help="a certificate to show, if asked")
+    watch.add_argument("--key", metavar="FILE", default="", help="and its key")
+    watch.add_argument("--user", metavar="NAME", default="", help="for a collector with passwords")
+    watch.add_argument(
+        "--password-file",
+        metavar="FILE",
+        default="",
+        help="of that user (or the variable LANTERNE_PASSWORD)",
+    )
     watch.add_argument("--once", action="store_true", help="print once and end")
     watch.add_argument(
         "--interval",

@@ -37,6 +37,12 @@ def _number(low: float, high: float) -> Any:
     return msgspec.Meta(ge=low, le=high, description=f"a number from {low:g} to {high:g}")
 
 
+FileName = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^(/[^\0]*)?$", description="the absolute path of a file, or empty"),
+]
+
+
 class IngestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The gRPC service that agents report to."""
 
@@ -45,6 +51,22 @@ class IngestConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_bytes: Annotated[int, _whole(65_536, 1 << 28)] = 8 << 20
     queue_batches: Annotated[int, _whole(1, 65_536)] = 8192
     queue_bytes: Annotated[int, _whole(1 << 20, 1 << 36)] = 256 << 20
+    max_connections: Annotated[int, _whole(16, 1 << 20)] = 16_384
+    node_batches_per_second: Annotated[float, _number(1, 100_000)] = 100.0
+    node_bytes_per_second: Annotated[int, _whole(65_536, 1 << 34)] = 32 << 20
+    token_file: FileName = ""
+
+
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the gRPC side. cert and key: agents know the collector; client_ca: it knows them, too."""
+
+    cert: FileName = ""
+    key: FileName = ""
+    client_ca: FileName = ""
+    shared_names: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...],
+        msgspec.Meta(max_length=64, description="a list of names in agents' certificates"),
+    ] = ()
 
 
 class AnalysisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,9 +75,27 @@ class AnalysisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window_seconds: Annotated[float, _number(1, 3600)] = 5.0
     deadline_seconds: Annotated[float, _number(0.5, 300)] = 10.0
     idle_seconds: Annotated[float, _number(5, 86_400)] = 300.0
-    ended_seconds: Annotated[float, _number(1, 86_400)] = 15.0
+    ended_seconds: Annotated[float, _number(1, 86_400)] = 10.0
     snapshot_seconds: Annotated[float, _number(0.1, 60)] = 1.0
     min_gain_share: Annotated[float, _number(0, 1)] = 0.02
+    hang_seconds: Annotated[float, _number(2, 86_400)] = 10.0
+
+
+class AdviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What advice on experts may assume."""
+
+    seconds: Annotated[float, _number(5, 3600)] = 30.0
+    min_gain: Annotated[float, _number(0.001, 1)] = 0.02
+    spare_slots: Annotated[int, _whole(0, 64)] = 1
+    expert_bytes: Annotated[int, _whole(0, 1 << 40)] = 0
+    expert_groups: Annotated[int, _whole(1, 4096)] = 1
+    shared_expert_ranks: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^([^=,\s]+=\d{1,5}(,[^=,\s]+=\d{1,5})*)?$",
+            description='"workload=rank,workload=rank"',
+        ),
+    ] = ""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,23 +105,71 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, _whole(1, 64)] = 4
     timeout_seconds: Annotated[int, _whole(1, 300)] = 10
     stale_after_seconds: Annotated[float, _number(1, 3600)] = 10.0
+    web_config: FileName = ""
+
+
+class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What comes in, kept in a file for `replay`."""
+
+    path: str = ""
+    max_bytes: Annotated[int, _whole(1 << 20, 1 << 40)] = 1 << 30
+    files: Annotated[int, _whole(1, 1000)] = 4
+    sync_seconds: Annotated[float, _number(0, 3600)] = 5.0
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class OtlpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same metrics pushed to an OpenTelemetry collector, with the extra `otlp`."""
+
+    endpoint: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^(https?://[^\s/]+(/\S*)?)?$",
+            description='"http://host:4318/v1/metrics" or https, or empty to push nothing',
+        ),
+    ] = ""
+    interval_seconds: Annotated[float, _number(1, 3600)] = 60.0
+    headers_file: FileName = ""
+
+
+class StateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What outlives a restart."""
+
+    path: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^(/[^\0]*[^/\0])?$",
+            description="the absolute path of a folder, or empty to keep nothing",
+        ),
+    ] = "/var/lib/lanterne"
+    seconds: Annotated[float, _number(1, 3600)] = 30.0
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ingest: IngestConfig = IngestConfig()
+    tls: TlsConfig = TlsConfig()
     analysis: AnalysisConfig = AnalysisConfig()
+    advice: AdviceConfig = AdviceConfig()
     http: HttpConfig = HttpConfig()
+    record: RecordConfig = RecordConfig()
+    state: StateConfig = StateConfig()
+    otlp: OtlpConfig = OtlpConfig()
     log: LogConfig = LogConfig()
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "ingest": IngestConfig,
+    "tls": TlsConfig,
     "analysis": AnalysisConfig,
+    "advice": AdviceConfig,
     "http": HttpConfig,
+    "record": RecordConfig,
+    "state": StateConfig,
+    "otlp": OtlpConfig,
     "log": LogConfig,
 }
 
@@ -118,7 +206,19 @@ def load(
         section, key = dotted.split(".", 1)
         flag = f"--{section}-{key}".replace("_", "-")
         values[section][key] = _check("command line", flag, section, key, value, lax=True)
-    return CollectorConfig(**{s: SECTIONS[s](**v) for s, v in values.items()})  # type: ignore[arg-type]
+    config = CollectorConfig(**{s: SECTIONS[s](**v) for s, v in values.items()})  # type: ignore[arg-type]
+    _check_tls(config.tls)
+    return config
+
+
+def _check_tls(tls: TlsConfig) -> None:
+    """Keys that are nothing without each other: half of them must not mean no encryption."""
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("tls.cert and tls.key belong together: set both, or neither")
+    if tls.client_ca and not tls.cert:
+        raise ConfigError("tls.client_ca is nothing without tls.cert and tls.key: set them")
+    if tls.shared_names and not tls.client_ca:
+        raise ConfigError("tls.shared_names are names in certificates: set tls.client_ca")
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, str, object]]:
@@ -129,7 +229,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, str, object]]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); name a readable TOML file with --config"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only tomllib's own: numbers, encoding
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for section, table in document.items():
         if section not in SECTIONS:
@@ -167,6 +267,8 @@ def _check(
 ) -> object:
     """The value as its field's type; texts are converted where `lax`."""
     kind = get_type_hints(SECTIONS[section], include_extras=True)[key]
+    if lax and isinstance(value, str) and "tuple" in str(kind):
+        value = [item.strip() for item in value.split(",") if item.strip()]
     try:
         return msgspec.convert(value, kind, strict=not lax)
     except msgspec.ValidationError as error:

@@ -42,7 +42,7 @@ def decode(
     out and counted in `left_out` (see `newer`).
 
     Raises BatchRefused; its code is one of: size, proto, schema, node, text, epoch, sequence,
-    window, stride, communicators, n_ranks, rank, rows, column, index, time, number.
+    window, stride, communicators, n_ranks, rank, enumeration, rows, column, index, time, number.
     """
     if len(data) > limits.batch_bytes:
         refuse("size", f"batch is {len(data)} bytes, the limit is {limits.batch_bytes}")

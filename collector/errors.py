@@ -2,8 +2,12 @@
 
 CollectorError
 ├── ConfigError      a value in the configuration is not allowed
+├── CertificateError a certificate, key, token or web configuration cannot be used
+├── StreamRefused    an agent may not report here, or not for this node; .cause is a metric label
 ├── BatchRefused     a batch can never be applied; .code is a metric label
-└── ListenError      an address cannot be listened on
+├── ListenError      an address cannot be listened on
+├── RecordingError   a recording or trace cannot be written, read or analysed
+└── PlanError        there is no plan, or the form asked for cannot hold it
 """
 
 from __future__ import annotations
@@ -23,5 +27,23 @@ class BatchRefused(CollectorError):  # noqa: N818  (a verdict on the batch, not 
         self.code = code
 
 
+class CertificateError(CollectorError):
+    pass
+
+
+class StreamRefused(CollectorError):  # noqa: N818  (a verdict on the agent, not a fault of ours)
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
 class ListenError(CollectorError):
+    pass
+
+
+class RecordingError(CollectorError):
+    pass
+
+
+class PlanError(CollectorError):
     pass

@@ -1,4 +1,4 @@
-"""The HTTP side: /metrics, /healthz, /readyz and the JSON views, on cheroot's WSGI server.
+"""The HTTP side: /metrics, /healthz, /readyz and the JSON views, as a WSGI application.
 
 Read only. Errors are JSON, {"error": text}. Requests are bounded in size, time and number.
 """
@@ -6,7 +6,6 @@ Read only. Errors are JSON, {"error": text}. Requests are bounded in size, time 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,20 +13,15 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
-from cheroot import wsgi
 
-from lanterne.collector.errors import ListenError
-from lanterne.collector.json_view import nodes_json, snapshot_json
+from lanterne.collector.advice_json import advice_json
+from lanterne.collector.experts_json import experts_json
+from lanterne.collector.json_view import communicators_json, nodes_json, snapshot_json
 from lanterne.collector.snapshot import Snapshot
 from lanterne.collector.view import MAX_ROWS, view
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 16_384
-MAX_BODY_BYTES = 4096  # nothing here reads a body
-BACKLOG = 64
-SHUTDOWN_SECONDS = 3
-DEFER_SECONDS = 30
 
 JSON = "application/json"
 INDEX = b"""<!doctype html>
@@ -36,6 +30,10 @@ INDEX = b"""<!doctype html>
 <ul>
 <li><a href="api/v1/stragglers">api/v1/stragglers</a>: the worst ranks, worst first</li>
 <li><a href="api/v1/snapshot">api/v1/snapshot</a>: everything that is known now</li>
+<li><a href="api/v1/communicators">api/v1/communicators</a>: the same of some, chosen by
+<code>?workload=</code>, <code>comm=</code>, <code>comm_hash=</code></li>
+<li><a href="api/v1/experts">api/v1/experts</a>: load of each expert, what engines tell</li>
+<li><a href="api/v1/advice">api/v1/advice</a>: what could be done about the experts</li>
 <li><a href="api/v1/nodes">api/v1/nodes</a>: which agents report, and how fresh their data is</li>
 <li><a href="metrics">metrics</a>: for Prometheus</li>
 <li><a href="healthz">healthz</a>, <a href="readyz">readyz</a>: for probes</li>
@@ -56,7 +54,8 @@ class App:
     """The WSGI application.
 
     latest: the newest snapshot, None before the first. metrics: (content type, page) for an Accept
-    header. ready: what is checked -> "" when it holds, else what is wrong.
+    header. ready: what is checked -> "" when it holds, else what is wrong. stalled: "" while the
+    analysis gets on, else why it should be started again.
     """
 
     def __init__(
@@ -66,8 +65,10 @@ class App:
         metrics: Callable[[str], tuple[str, bytes]],
         ready: Callable[[], Mapping[str, str]],
         clock: Callable[[], float] = time.time,
+        stalled: Callable[[], str] = lambda: "",
     ) -> None:
         self._latest = latest
+        self._stalled = stalled
         self._metrics = metrics
         self._ready = ready
         self._clock = clock
@@ -76,11 +77,14 @@ class App:
         self._routes: dict[str, Callable[[Mapping[str, Any]], Answer]] = {
             "/": lambda _: ("200 OK", "text/html; charset=utf-8", INDEX),
             "/metrics": self._get_metrics,
-            "/healthz": lambda _: _answer("200 OK", {"status": "alive"}),
+            "/healthz": self._get_health,
             "/readyz": self._get_ready,
             "/api/v1/snapshot": self._get_snapshot,
+            "/api/v1/communicators": self._get_communicators,
             "/api/v1/stragglers": self._get_stragglers,
             "/api/v1/nodes": self._get_nodes,
+            "/api/v1/experts": self._get_experts,
+            "/api/v1/advice": self._get_advice,
         }
 
     def __call__(self, environ: Mapping[str, Any], start_response: Start) -> Iterable[bytes]:
@@ -123,6 +127,11 @@ class App:
         kind, body = self._metrics(environ.get("HTTP_ACCEPT", ""))
         return "200 OK", kind, body
 
+    def _get_health(self, _: Mapping[str, Any]) -> Answer:
+        stalled = self._stalled()
+        status = "503 Service Unavailable" if stalled else "200 OK"
+        return _answer(status, {"status": stalled or "alive"})
+
     def _get_ready(self, _: Mapping[str, Any]) -> Answer:
         checks = self._ready()
         status = "503 Service Unavailable" if any(checks.values()) else "200 OK"
@@ -154,11 +163,38 @@ class App:
         shown = msgspec.structs.replace(shown, served_at=self._clock())
         return "200 OK", JSON, msgspec.json.encode(shown)
 
+    def _get_communicators(self, environ: Mapping[str, Any]) -> Answer:
+        """?comm_hash=0x…, ?workload=…, ?comm=…, or any of them together."""
+        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True, max_num_fields=8)
+        snapshot = self._latest()
+        if snapshot is None:
+            return _no_snapshot()
+        asked = {name: query.get(name, [""])[-1] for name in ("comm_hash", "workload", "comm")}
+        shown = communicators_json(
+            snapshot,
+            comm_hash=asked["comm_hash"],
+            workload=asked["workload"],
+            name=asked["comm"],
+        )
+        return "200 OK", JSON, shown
+
     def _get_nodes(self, _: Mapping[str, Any]) -> Answer:
         snapshot = self._latest()
         if snapshot is None:
             return _no_snapshot()
         return "200 OK", JSON, nodes_json(snapshot)
+
+    def _get_advice(self, _: Mapping[str, Any]) -> Answer:
+        snapshot = self._latest()
+        if snapshot is None:
+            return _no_snapshot()
+        return "200 OK", JSON, advice_json(snapshot)
+
+    def _get_experts(self, _: Mapping[str, Any]) -> Answer:
+        snapshot = self._latest()
+        if snapshot is None:
+            return _no_snapshot()
+        return "200 OK", JSON, experts_json(snapshot)
 
 
 def _answer(status: str, body: object) -> Answer:
@@ -178,64 +214,3 @@ def _number(query: Mapping[str, list[str]], name: str, default: int, most: int) 
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most):
         raise _BadRequest(f"{name}={text!r} must be a whole number from 0 to {most}")
     return int(text)
-
-
-class _Server(wsgi.Server):
-    @staticmethod
-    def bind_socket(socket_: socket.socket, bind_addr: tuple[str, int]) -> socket.socket:
-        """Closes the socket where it cannot be bound.
-
-        A connection is handed over only once it has said something (TCP_DEFER_ACCEPT): a worker
-        waits for the first bytes of whatever is accepted, and a few silent clients would hold all.
-        """
-        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_SECONDS)
-        try:
-            socket_.bind(bind_addr)
-        except OSError:
-            socket_.close()
-            raise
-        return socket_
-
-    def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
-        """Into our log, not to stderr. A client that hangs up is nobody's error."""
-        log.log(min(level, logging.WARNING), "http: %s", msg.strip(), exc_info=traceback)
-
-
-class HttpServer:
-    """Serves an App in its own threads. The socket is bound in the constructor."""
-
-    def __init__(
-        self, app: App, host: str, port: int, *, threads: int = 4, timeout: int = 10
-    ) -> None:
-        self._server = _Server(
-            (host, port),
-            app,
-            numthreads=threads,
-            max=threads,
-            server_name="lanterne-collector",
-            request_queue_size=BACKLOG,
-            timeout=timeout,
-            shutdown_timeout=SHUTDOWN_SECONDS,
-            accepted_queue_size=BACKLOG,
-            accepted_queue_timeout=timeout,
-        )
-        self._server.max_request_header_size = MAX_HEADER_BYTES
-        self._server.max_request_body_size = MAX_BODY_BYTES
-        try:
-            self._server.prepare()
-        except OSError as error:
-            raise ListenError(
-                f"HTTP cannot listen on {host}:{port}: {error}. Stop what uses that port "
-                "(`ss -ltnp` lists it) or choose another address with --http-address"
-            ) from error
-        self.port: int = self._server.bind_addr[1]
-        self._thread = threading.Thread(target=self._server.serve, name="http", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Answers what is being answered, then closes."""
-        self._server.stop()
-        if self._thread.is_alive():
-            self._thread.join(SHUTDOWN_SECONDS + 1)

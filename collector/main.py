@@ -6,29 +6,47 @@ Snapshot ─► /metrics, JSON, /readyz (HTTP threads) ─► Prometheus, `top`
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import logging
 import os
+import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+# OpenBLAS would start a thread per core; such threads would keep the privileges that are given up.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from lanterne.collector import commands, ports_file
+from lanterne.collector.admission_options import admission_options
 from lanterne.collector.analyse.engine import Engine
-from lanterne.collector.analyse.settings import EngineConfig
-from lanterne.collector.cli import flags, parser, this_version, with_command
-from lanterne.collector.config import ENV_CONFIG, CollectorConfig, load, split_address
+from lanterne.collector.cli import parser, this_version, with_command
+from lanterne.collector.config import ENV_CONFIG, CollectorConfig, split_address
+from lanterne.collector.engine_options import (
+    boot_id,
+    engine_config,
+    record_options,
+    shared_expert_ranks,
+)
 from lanterne.collector.errors import CollectorError, ConfigError, ListenError
-from lanterne.collector.export import Exposition
-from lanterne.collector.http import App, HttpServer
+from lanterne.collector.export import Exposition, families
+from lanterne.collector.guard import Guard
+from lanterne.collector.http import App
+from lanterne.collector.http_server import HttpServer
 from lanterne.collector.intake import Intake
 from lanterne.collector.loop import Loop
+from lanterne.collector.readiness import ready, status
+from lanterne.collector.reload import Reloader
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import Snapshot
+from lanterne.collector.startup import LIVE, configure_log, drop_privileges, load_settings
+from lanterne.collector.state import EXPERTS, StateFile, usable
+from lanterne.collector.systemd import Notifier
+
+if TYPE_CHECKING:
+    from lanterne.collector.otlp import Pusher
 
 log = logging.getLogger("lanterne.collector")
 
@@ -41,23 +59,33 @@ def run(argv: Sequence[str] | None = None) -> None:
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(with_command(argv))
     if arguments.command == "top":
-        return _top(arguments)
+        return commands.top(arguments)
+    if arguments.command in ("replay", "compare", "diagnose", "plan"):
+        return commands.offline(arguments)
+    path = arguments.config or os.environ.get(ENV_CONFIG) or None
     try:
-        path = arguments.config or os.environ.get(ENV_CONFIG) or None
-        config = load(Path(path) if path else None, os.environ, flags(arguments))
+        config = load_settings(arguments)
     except CollectorError as error:
         print(f"lanterne-collector: {error}", file=sys.stderr)
         return 2
     if arguments.check_config:
         print(f"{path or 'the default configuration'} is valid")
         return 0
-    logging.basicConfig(
-        level=config.log.level.upper(),
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        stream=sys.stderr,
+    configure_log(config)
+    drop_privileges(config)
+    if arguments.dry_run:
+        return commands.dry_run(config, path, recording=arguments.command == "record")
+    reloader = Reloader(
+        config,
+        load=lambda: load_settings(arguments),
+        apply=configure_log,
+        live=LIVE,
+        refused=ConfigError,
     )
     try:
-        return Collector(config).run_until_signal(arguments.ports_file)
+        if arguments.command == "record":
+            return commands.record(config, arguments.ports_file, reloader.reload)
+        return Collector(config, reloader).run_until_signal(arguments.ports_file)
     except CollectorError as error:
         print(f"lanterne-collector: {error}", file=sys.stderr)
         return 1
@@ -66,20 +94,19 @@ def main(argv: Sequence[str]) -> int:
 class Collector:
     """All parts of one running collector."""
 
-    def __init__(self, config: CollectorConfig) -> None:
+    def __init__(
+        self, config: CollectorConfig, reloader: Reloader[CollectorConfig] | None = None
+    ) -> None:
         self._config = config
+        self._reloader = reloader
+        self._notifier = Notifier()
         analysis = config.analysis
         self._engine = Engine(
-            EngineConfig(
-                window_seconds=analysis.window_seconds,
-                deadline_seconds=analysis.deadline_seconds,
-                idle_seconds=analysis.idle_seconds,
-                ended_seconds=analysis.ended_seconds,
-                nodes=config.ingest.max_nodes,
-                min_gain_share=analysis.min_gain_share,
-            ),
-            boot_id=_boot_id(),
+            engine_config(config),
+            boot_id=boot_id(),
+            shared_expert_ranks=shared_expert_ranks(config),
         )
+        folder = usable(config.state.path)
         self._intake = Intake(
             limits={
                 "batch_bytes": config.ingest.max_batch_bytes,
@@ -88,14 +115,42 @@ class Collector:
                 "bytes": config.ingest.queue_bytes,
             },
             overloaded=self._engine.overloaded,
+            record=record_options(config),
+            admission=admission_options(config),
+            state=folder,
         )
-        self._stop_asked = threading.Event()
+        self._guard = Guard(config.http.web_config)
+        self._otlp = self._pusher()
+        # Numbers of signals; 0 when the analysis has ended.
+        self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._state = StateFile(folder and folder / EXPERTS)
+        self._state.errors["unusable"] = int(bool(config.state.path) and folder is None)
+        self._state.load(lambda items: self._engine.experts.restore(items, time.monotonic_ns()))
         self._loop = Loop(
             receive=self._intake.receive,
             apply=self._engine.apply,
             snapshot=self._snapshot,
             seconds=analysis.snapshot_seconds,
-            ended=self._stop_asked.set,
+            ended=self._ended,
+        )
+
+    def _pusher(self) -> Pusher | None:
+        """Raises ConfigError."""
+        otlp = self._config.otlp
+        if not otlp.endpoint:
+            return None
+        try:  # here: a collector that pushes nothing has no SDK in its memory, nor needs one
+            from lanterne.collector.otlp import Pusher
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"otlp.endpoint needs the extra otlp ({error}): pip install 'lanterne[otlp]'"
+            ) from error
+        return Pusher(
+            lambda: families(self._loop.latest(), self._runtime()),
+            endpoint=otlp.endpoint,
+            interval=otlp.interval_seconds,
+            headers_file=otlp.headers_file,
+            version=this_version(),
         )
 
     def _snapshot(self, now: float) -> Snapshot:
@@ -107,19 +162,25 @@ class Collector:
             connected=self._intake.connected(),
         )
         self._intake.ask(self._engine.stride)
+        if self._state.due(now, self._config.state.seconds):
+            self._state.save(self._engine.experts.export(), now)
+        self._notifier.alive()  # here: the thread that must get on is this one
+        self._notifier.status(status(snapshot))
         return snapshot
 
-    def run_until_signal(self, ports_file: Path | None) -> int:
-        """Raises ListenError. Stops on SIGTERM or SIGINT."""
-        stop = self._stop_asked
-        asked: list[int] = []
+    def _ended(self) -> None:
+        """In the engine's thread, after the last snapshot."""
+        try:
+            now = time.time()
+            self._engine.experts.close(now, time.monotonic_ns())
+            self._state.save(self._engine.experts.export(), now)
+        finally:
+            self._asked.put(0)
 
-        def ask(number: int, _: object) -> None:
-            asked.append(number)
-            stop.set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, ask)
+    def run_until_signal(self, ports: Path | None) -> int:
+        """Raises ListenError. Stops on SIGTERM or SIGINT; SIGHUP reloads the configuration."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._asked.put(number))
         http = self._listen_http()
         try:
             ingest_port = self._listen_ingest()
@@ -128,103 +189,98 @@ class Collector:
             raise
         # Both sockets are bound: now it can only be stopped.
         try:
-            self._start(http, ingest_port, ports_file)
-            stop.wait()
+            self._start(http, ingest_port, ports)
+            while (asked := self._asked.get()) == signal.SIGHUP:
+                self._reload()
             if not asked:
                 log.error("the ingest process has ended by itself: its own messages say why")
         finally:
-            self._stop(http, ports_file)
+            self._stop(http, ports)
         return 0 if asked else 1
+
+    def _reload(self) -> None:
+        if self._reloader is None:
+            return
+        with self._notifier.reloading():
+            self._reloader.reload()
+        self._config = self._reloader.config
+        self._loop.seconds = self._config.analysis.snapshot_seconds
+        self._intake.log(self._config.log.level, self._config.log.format)
 
     def _listen_http(self) -> HttpServer:
         page = Exposition(self._loop.latest, self._runtime)
-        app = App(latest=self._loop.latest, metrics=page.page, ready=self._ready)
+        app = App(
+            latest=self._loop.latest,
+            metrics=page.page,
+            ready=self._ready,
+            stalled=self._notifier.stalled,
+        )
         host, port = split_address(self._config.http.address)
         http = self._config.http
-        return HttpServer(app, host, port, threads=http.threads, timeout=http.timeout_seconds)
+        return HttpServer(
+            app,
+            host,
+            port,
+            threads=http.threads,
+            timeout=http.timeout_seconds,
+            guard=self._guard,
+        )
 
     def _listen_ingest(self) -> int:
         try:
             return self._intake.listen(self._config.ingest.address)
         except ListenError as error:
+            if not str(error).startswith("cannot listen"):
+                raise
             raise ListenError(f"{error} Choose another address with --ingest-address") from error
 
-    def _start(self, http: HttpServer, ingest_port: int, ports_file: Path | None) -> None:
+    def _start(self, http: HttpServer, ingest_port: int, ports: Path | None) -> None:
         self._loop.start()
         self._intake.start()
         http.start()
+        if self._otlp is not None:
+            self._otlp.start()
         ingest_host = self._config.ingest.address.rpartition(":")[0]
         http_host = self._config.http.address.rpartition(":")[0]
         log.info("agents report to %s:%d (gRPC)", ingest_host, ingest_port)
-        log.info("metrics at http://%s:%d/metrics", http_host, http.port)
-        if ports_file is not None:
-            _write_ports(ports_file, {"ingest": ingest_port, "http": http.port})
+        scheme = "https" if self._guard.encrypted else "http"
+        log.info("metrics at %s://%s:%d/metrics", scheme, http_host, http.port)
+        if ports is not None:
+            ports_file.write(ports, {"ingest": ingest_port, "http": http.port})
+        self._notifier.ready()
 
-    def _stop(self, http: HttpServer, ports_file: Path | None) -> None:
+    def _stop(self, http: HttpServer, ports: Path | None) -> None:
         """First nothing comes in, then what came in is worked off, then nobody can look."""
+        self._notifier.stopping()
         self._intake.stop()
         log.info("no longer listening for agents")
         self._loop.join()
         self._intake.close()
         log.info("analysis ended")
+        if self._otlp is not None:
+            self._otlp.stop()
         http.stop()
-        if ports_file is not None:
-            ports_file.unlink(missing_ok=True)
+        if ports is not None:
+            ports.unlink(missing_ok=True)
         log.info("stopped")
 
     def _runtime(self) -> Runtime:
         return Runtime(
-            version=this_version(), queue_depth=self._intake.depth, engine_errors=self._loop.errors
+            version=this_version(),
+            queue_depth=self._intake.depth,
+            engine_errors=self._loop.errors,
+            state_errors={**self._state.errors, **self._intake.journal_errors()},
+            state_saved_at=self._state.saved_at,
+            reload=None if self._reloader is None else self._reloader.state,
+            http_refused=dict(self._guard.refused),
+            otlp=None if self._otlp is None else dict(self._otlp.counts),
         )
 
     def _ready(self) -> Mapping[str, str]:
-        latest = self._loop.latest()
-        limit = self._config.http.stale_after_seconds
-        age = float("inf") if latest is None else time.time() - latest.taken_at
-        return {
-            "grpc": "" if self._intake.serving else "not listening for agents",
-            "engine": "" if self._loop.alive else "the analysis has ended: see the log",
-            "snapshot": ""
-            if age <= limit
-            else "none yet"
-            if latest is None
-            else f"{age:.0f} s old, the limit is {limit:g} s",
-        }
-
-
-def _write_ports(path: Path, ports: Mapping[str, int]) -> None:
-    """Renamed into place, so that a reader never sees half of it."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(json.dumps(ports) + "\n")
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"--ports-file {path}: cannot be written ({error.strerror}); name a file in a folder "
-            "that exists and can be written"
-        ) from error
-
-
-def _boot_id() -> str:
-    """This boot of this machine: an agent that reports the same shares our CLOCK_MONOTONIC."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    # Here, so that a collector does not carry rich in its memory.
-    from lanterne.collector.top import FetchError, top
-
-    # Ended like Ctrl-C, so that the terminal is left as it was found.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(AttributeError):  # a terminal without UTF-8 shows "?" for "…"
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    try:
-        return top(arguments.address, once=arguments.once, interval=arguments.interval)
-    except FetchError as error:
-        print(f"lanterne-collector top: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 0
+        return ready(
+            serving=self._intake.serving,
+            analysing=self._loop.alive,
+            any_figures=self._loop.latest() is not None,
+            age=self._loop.age,
+            limit=self._config.http.stale_after_seconds,
+        )

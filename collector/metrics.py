@@ -225,6 +225,8 @@ _add("counter", "lanterne_collector_batches_refused_total", ("reason",),
      "Batches refused as invalid, by reason.")
 _add("counter", "lanterne_collector_streams_refused_total", ("reason",),
      "Agents turned away, by reason: certificate, token, or a node's name that is not theirs.")
+_add("counter", "lanterne_collector_http_refused_total", ("reason",),
+     "HTTP clients turned away, by reason: password, too many guesses, or certificate.")
 _add("counter", "lanterne_collector_frames_total", (),
      "Frames received, those without a batch included.")
 _add("counter", "lanterne_collector_rows_total", ("status",),
@@ -245,6 +247,8 @@ _add("gauge", "lanterne_collector_config_reload_success", (),
      "1 where the configuration was last read (at the start, or on SIGHUP) without error.")
 _add("gauge", "lanterne_collector_config_reload_timestamp_seconds", (),
      "When the configuration was last read without error, UNIX time.")
+_add("counter", "lanterne_collector_otlp_exports_total", ("status",),
+     "Exports to the OTLP endpoint, sent or failed; absent where none is configured.")
 _add("counter", "lanterne_collector_engine_errors_total", (),
      "Batches or snapshots that failed in the analysis: each is a defect worth reporting.")
 # fmt: on

@@ -193,7 +193,9 @@ def _header(path: Path, body: bytes) -> Header:
             version=str(values["version"]),
             engine={str(k): float(v) for k, v in values["engine"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise RecordingError(f"{path}: the recording's header does not read: {error}") from error
 
 

@@ -46,6 +46,8 @@ class Runtime:
     state_errors: Mapping[str, int] | None = None  # by reason
     state_saved_at: float = 0.0  # UNIX seconds; 0: never
     reload: Reloaded | None = None
+    http_refused: Mapping[str, int] | None = None  # by reason
+    otlp: Mapping[str, int] | None = None  # exports by status; None: not configured
 
 
 def families(snapshot: Snapshot) -> Iterator[Family]:
@@ -61,6 +63,8 @@ def runtime_families(runtime: Runtime) -> Iterator[Family]:
     yield _family("lanterne_collector_queue_depth", [((), float(runtime.queue_depth))])
     yield _family("lanterne_collector_engine_errors_total", [((), float(runtime.engine_errors))])
     yield _labelled("lanterne_collector_state_errors_total", runtime.state_errors or {})
+    yield _labelled("lanterne_collector_http_refused_total", runtime.http_refused or {})
+    yield _labelled("lanterne_collector_otlp_exports_total", runtime.otlp or {})
     saved = runtime.state_saved_at
     yield _family("lanterne_collector_state_timestamp_seconds", [((), saved)] if saved else [])
     told = runtime.reload

@@ -68,7 +68,7 @@ def unpack(data: bytes) -> list[Saved]:
         raise StateError("is damaged: its checksum does not match")
     try:
         return _items(payload)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise StateError(f"is not as it was written: {error}") from error
 
 

@@ -4,6 +4,7 @@
 #   setup.sh         what is missing from apt, then .venv with lanterne[dev]
 #   setup.sh torch   .venv-torch with PyTorch (the jobs of make test-torch and make demo-torch)
 #   setup.sh helm    .venv-helm with Helm's engine and Kubernetes' schemas (make test-helm)
+#   setup.sh deb     what boots a Debian in a container (make test-deb)
 #   setup.sh vm      qemu and what builds its images (make test-kernel-vm)
 #   setup.sh nccl    build/nccl/VERSION/libnccl.so.2 of the oldest tested and the newest wheel,
 #                    and the wheels of expert-parallel libraries in build/wheels
@@ -63,6 +64,9 @@ look_for_packages() {
   need util-linux command -v unshare
   need runc env PATH="$PATH:/usr/sbin:/sbin" sh -c 'command -v runc'
   need prometheus command -v promtool
+  need systemd command -v systemd-analyze
+  need openssl command -v openssl
+  need strace command -v strace
   need python3-bpfcc /usr/bin/python3 -c 'import bcc'
   local python
   if python=$(find_python); then
@@ -268,6 +272,22 @@ look_for_vm_packages() {
   need cpio command -v cpio
 }
 
+look_for_deb_packages() {
+  MISSING=()
+  need() { local package=$1; shift; "$@" >/dev/null 2>&1 9>&- || MISSING+=("$package"); }
+  need mmdebstrap command -v mmdebstrap
+  need debian-archive-keyring test -e /usr/share/keyrings/debian-archive-keyring.gpg
+  need systemd-container command -v systemd-nspawn
+  need dpkg-dev command -v dpkg-deb
+  need lintian command -v lintian
+  need buildah command -v buildah
+}
+
+setup_deb() {
+  lock
+  setup_system look_for_deb_packages || die "the containers need the packages above"
+}
+
 # The images themselves are made, and kept in build/vm, by tests/vm.
 setup_vm() {
   lock
@@ -280,5 +300,6 @@ case ${1:-base} in
   nccl) setup_nccl ;;
   helm) setup_helm ;;
   vm) setup_vm ;;
-  *) die "unknown part '$1': base, torch, nccl, helm or vm" ;;
+  deb) setup_deb ;;
+  *) die "unknown part '$1': base, torch, nccl, helm, deb or vm" ;;
 esac

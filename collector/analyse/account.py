@@ -137,7 +137,7 @@ class Accounts:
         flat = np.bincount((bins + code * width).ravel(), minlength=len(distinct) * width)
         values = np.zeros((len(distinct), totals.WAIT_WIDTH), np.int64)
         values[:, 1:] = flat.reshape(len(distinct), width)[:, :HISTOGRAM_BINS]
-        per_row = np.nansum(wait, axis=0, dtype=np.float64)
+        per_row: F64 = np.asarray(np.nansum(wait, axis=0, dtype=np.float64))
         values[:, 0] = np.bincount(code, weights=per_row, minlength=len(distinct)).astype(np.int64)
         self._waits.add(distinct, values)
         seq, last = self._tables.tag[j.rows[pick]], j.last[pick]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -73,12 +73,17 @@ class _Late:
     kind: Kind
     center: float  # peers' own time before it
     share: float  # of the time, over all kinds; NaN unknown
-    loads: tuple[Kind, ...] = field(default=())
+    by_history: bool = False  # center is what the rank itself used to need
 
 
-def classify(kinds: Sequence[Kind], rank: int, witness: Witness | None = None) -> Cause:
-    """Class of a slow rank, from the kind of operation that it delays most."""
-    late = _latest(kinds, rank, witness)
+def classify(
+    kinds: Sequence[Kind], rank: int, witness: Witness | None = None, risen: float = math.nan
+) -> Cause:
+    """Class of a slow rank, from the kind of operation that it delays most.
+
+    risen: its own time over what it used to be, where that and not its peers says that it is slow.
+    """
+    late = _latest(kinds, rank, witness, risen)
     if late is None:
         return Cause(UNKNOWN, "its own time is not above its peers'")
     host = _host(late, kinds, rank, witness)
@@ -96,10 +101,13 @@ def classify(kinds: Sequence[Kind], rank: int, witness: Witness | None = None) -
     return Cause(SLOW_COMPUTE, "")
 
 
-def _latest(kinds: Sequence[Kind], rank: int, witness: Witness | None) -> _Late | None:
+def _latest(
+    kinds: Sequence[Kind], rank: int, witness: Witness | None, risen: float
+) -> _Late | None:
     worst, most, center, total = None, 0.0, math.nan, 0.0
+    by_history = risen > 1
     for kind in kinds:
-        middle = peers(kind.own, rank)
+        middle = float(kind.own[rank]) / risen if by_history else peers(kind.own, rank)
         excess = (float(kind.own[rank]) - middle) * kind.instances
         total += max(excess, 0.0)
         if excess > most:
@@ -107,7 +115,7 @@ def _latest(kinds: Sequence[Kind], rank: int, witness: Witness | None) -> _Late 
     if worst is None:
         return None
     span = witness.span_ns if witness is not None else math.nan
-    return _Late(worst, center, total / span if span > 0 else math.nan)
+    return _Late(worst, center, total / span if span > 0 else math.nan, by_history)
 
 
 def _host(late: _Late, kinds: Sequence[Kind], rank: int, witness: Witness | None) -> bool | None:
@@ -115,13 +123,22 @@ def _host(late: _Late, kinds: Sequence[Kind], rank: int, witness: Witness | None
     kind = late.kind
     if kind.evidence != ops.DEVICE and bool((kind.blocked > 0).any()):
         # The lateness was spent waiting for the own GPU, or it was not.
-        blocked = float(kind.blocked[rank]) - peers(kind.blocked, rank)
-        return blocked < HALF * (float(kind.own[rank]) - late.center)
-    if kind.evidence == ops.ENQUEUE:
-        return None
+        own, blocked = float(kind.own[rank]), float(kind.blocked[rank])
+        if late.by_history:  # its peers may do something else, but wait for their GPUs as much
+            share = peers(kind.blocked / np.maximum(kind.own, 1.0), rank)
+            return share * own - blocked > HALF * share * (own - late.center)
+        return blocked - peers(kind.blocked, rank) < HALF * (own - late.center)
     if kind.evidence == ops.BLOCKING:
-        return _off_cpu(late, rank, witness)
-    return _launches_late(late, rank, witness)
+        return _starved(late, rank, witness) or _off_cpu(late, rank, witness)
+    told = None if kind.evidence == ops.ENQUEUE else _launches_late(late, rank, witness)
+    return True if told is None and _starved(late, rank, witness) else told
+
+
+def _starved(late: _Late, rank: int, witness: Witness | None) -> bool:
+    """Whether its process waited for a CPU for most of the time that it is late by."""
+    if witness is None or math.isnan(late.share):
+        return False
+    return float(witness.starved[rank]) - peers(witness.starved, rank) > HALF * late.share
 
 
 def _launches_late(late: _Late, rank: int, witness: Witness | None) -> bool | None:
@@ -136,11 +153,9 @@ def _launches_late(late: _Late, rank: int, witness: Witness | None) -> bool | No
 
 
 def _off_cpu(late: _Late, rank: int, witness: Witness | None) -> bool:
-    """Calls that block a host that computes itself: was it starved, or not on a CPU at all?"""
+    """Calls that block a host that computes itself: was it not on a CPU?"""
     if witness is None or witness.has_gpu or math.isnan(late.share):
         return False
-    if float(witness.starved[rank]) - peers(witness.starved, rank) > HALF * late.share:
-        return True
     more = float(witness.cpu[rank]) - peers(witness.cpu, rank)
     return more < (1 - HALF) / 2 * late.share
 
@@ -148,9 +163,8 @@ def _off_cpu(late: _Late, rank: int, witness: Witness | None) -> bool:
 def _host_reason(late: _Late, rank: int, witness: Witness | None) -> str:
     if witness is None or math.isnan(late.share):
         return "its host was not blocked in synchronise calls meanwhile"
-    starved = float(witness.starved[rank]) - peers(witness.starved, rank)
     busy = float(witness.cpu[rank]) - peers(witness.cpu, rank)
-    if starved > HALF * late.share:
+    if _starved(late, rank, witness):
         return f"CPU starved: {100 * float(witness.starved[rank]):.0f} % of the time on a run queue"
     if busy > HALF * late.share:
         return "its host was busy on the CPU before launching (Python, GC, data loading)"

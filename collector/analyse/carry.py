@@ -24,11 +24,12 @@ class Carry:
     def forget(self, processes: list[int]) -> None:
         self.arrival[processes] = -1
 
-    def link(self, f: Flow, cell: I64) -> Events:
+    def link(self, f: Flow, cell: I64, after_loss: npt.NDArray[np.bool_] | None = None) -> Events:
         """-> events with their own-time gap, where to find the wait to take off, and whether the
         previous operation was on another table (flag bit 0).
 
-        Only operations with evidence are links: the others' times are order, not time.
+        Only operations with evidence are links: the others' times are order, not time. after_loss:
+        [row] what came between it and the one before is not known, nor is its own time then.
         """
         own_gap = np.full(len(f.seq), np.nan, np.float32)
         prev = np.full(len(f.seq), -1, np.int32)
@@ -39,6 +40,8 @@ class Carry:
         process = f.process[pick]
         if len(process):
             own_gap[pick], prev[pick], foreign[pick] = self._chain(f, cell, pick, process)
+        if after_loss is not None:
+            own_gap[after_loss], prev[after_loss] = np.nan, -1
         meta = (
             PRESENT
             | (f.evidence.astype(np.uint32) << META_EVIDENCE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,7 @@ from lanterne.collector.analyse.kinds import KindStats
 from lanterne.collector.analyse.load import Loads
 from lanterne.collector.analyse.paths import Finding
 from lanterne.collector.analyse.registry import Registry
+from lanterne.collector.analyse.suspects import DRIFT, OWN_HISTORY
 from lanterne.collector.analyse.verdicts import Observed, Verdicts
 from lanterne.collector.analyse.witness import Witnesses
 
@@ -67,7 +70,9 @@ class Causes:
     def _communicator(self, s: KindStats, comm: Observed, verdicts: Verdicts, loads: Loads) -> None:
         members = slice(comm.base, comm.base + comm.ranks)
         named = np.flatnonzero(verdicts.named[members])
-        each, every = costs.shares(s.own, s.median, s.instances, named, comm.rows, comm.span_ns)
+        each, every = costs.shares(
+            s.own, s.recoverable, s.instances, named, comm.rows, comm.span_ns
+        )
         self.recoverable[comm.slot] = every
         self.share[comm.base + named] = each
         suspects = np.flatnonzero(verdicts.suspected[members] | verdicts.named[members])
@@ -86,7 +91,9 @@ class Causes:
             if not verdicts.suspected[member] and self.klass[member] != 0:
                 continue  # in hysteresis: this window does not show why
             kinds = _kinds(s, comm, use_mean=verdicts.statistic[member] != 0)
-            cause = attribution.classify(kinds, rank, witness)
+            by_history = verdicts.method[member] in (OWN_HISTORY, DRIFT)
+            risen = float(verdicts.excess[member]) if by_history else math.nan
+            cause = attribution.classify(kinds, rank, witness, risen)
             self.klass[member] = cause.klass
             self.why[member] = cause.why
 

@@ -29,27 +29,47 @@ def recoverable(own: F32, role: npt.ArrayLike | None = None, *, usual: F64 | Non
         return 0.0
     if usual is None:
         usual = middle(own)
-    seen = np.isfinite(usual)
-    if not seen.any():
-        return 0.0
     roles = np.zeros(len(own), np.int64) if role is None else np.asarray(role)
-    factor = np.ones(len(own))
-    for one in np.unique(roles[seen]):
-        mine = seen & (roles == one)
-        # Of its peers, so that the slow one of a pair is compared with the other.
-        center = loo_median(np.where(mine, usual, np.nan)[None, :])[0]
-        with np.errstate(invalid="ignore"):
-            slower = mine & (usual > center)
-        factor[slower] = center[slower] / usual[slower]
+    factor = np.ones((1, len(own)))
+    for one in np.unique(roles):
+        # Of its role, so that the slow one of a pair is compared with the other.
+        mine = roles == one
+        factor[:, mine] = _pace(usual[None, mine])
+    return float(_gained(own[:, None, :], factor.T)[0])
+
+
+def recoverables(own: F32, usual: F64) -> F64:
+    """[group] as `recoverable`, of many groups of ranks of one role.
+
+    own: [rank, group, instance], NaN unknown; usual: [rank, group] medians.
+    """
+    if len(own) < 2:
+        return np.zeros(own.shape[1])
+    return _gained(own, _pace(usual.T).T)
+
+
+def _pace(usual: F64) -> F64:
+    """[group, rank] medians -> factor of each rank's own times at its peers' pace."""
+    center = loo_median(usual)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        slower = usual > center
+        factor: F64 = np.where(slower, center / usual, 1.0)
+    return factor
+
+
+def _gained(own: F32, factor: F64) -> F64:
+    """[rank, group, instance], [rank, group] -> [group] mean time that comes back."""
     now = np.fmax.reduce(own, axis=0)
-    then = np.fmax.reduce(own * factor[:, None].astype(np.float32), axis=0)
+    then = np.fmax.reduce(own * factor[:, :, None].astype(np.float32), axis=0)
     some = np.isfinite(now)
-    return float((now - then)[some].mean()) if some.any() else 0.0
+    count = np.maximum(some.sum(axis=-1), 1)
+    mean: F64 = np.where(some, now - then, 0.0).sum(axis=-1, dtype=np.float64) / count
+    return mean
 
 
 def shares(
     owns: Sequence[F32],
-    medians: Sequence[F64],
+    recoverable_ns: Sequence[float],
     instances: Sequence[int],
     suspects: I64,
     rows: int,
@@ -57,18 +77,17 @@ def shares(
 ) -> tuple[F64, float]:
     """-> [suspect] share of the time that comes back with this rank fixed, and with all ranks.
 
-    owns, medians, instances: of each kind of operation [rank, sampled instance] own times in ns,
-    [rank] their medians, and how often it was seen; rows, span_ns: timed operations of all kinds,
-    and the time they took.
+    owns, recoverable_ns, instances: of each kind of operation [rank, sampled instance] own times in
+    ns, what `recoverables` says of them, and how often it was seen; rows, span_ns: timed operations
+    of all kinds, and the time they took.
     """
     if not owns or span_ns <= 0:
         return np.zeros(len(suspects)), 0.0
-    weight = np.array(instances, dtype=np.float64)
-    weight *= rows / weight.sum() / span_ns
+    total = sum(instances)
+    weight = [count * rows / total / span_ns for count in instances]
     each = np.zeros(len(suspects))
     if len(suspects):
-        each = weight @ np.array([gain(own, suspects) for own in owns])
-    every = float(
-        weight @ np.array([recoverable(own, usual=m) for own, m in zip(owns, medians, strict=True)])
-    )
+        for factor, own in zip(weight, owns, strict=True):
+            each += factor * gain(own, suspects)
+    every = sum(factor * ns for factor, ns in zip(weight, recoverable_ns, strict=True))
     return np.clip(each, 0.0, 1.0), min(max(every, 0.0), 1.0)

@@ -34,6 +34,7 @@ from lanterne.collector.analyse.causes import Causes
 from lanterne.collector.analyse.experts import Experts
 from lanterne.collector.analyse.joining import Joining
 from lanterne.collector.analyse.paths import Paths, Span
+from lanterne.collector.analyse.progress import Progress
 from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.analyse.roles import Roles
 from lanterne.collector.analyse.settings import EngineConfig
@@ -83,6 +84,7 @@ class Engine:
         self.causes = Causes(c.members, self.registry)
         self.accounts = Accounts(self.tables, self.window, self.waits, self.registry)
         self.carry = Carry(c.processes)
+        self.progress = Progress(c.members)
         self.experts = Experts()
         self.advisor = Advisor(
             AdviceConfig(
@@ -169,6 +171,8 @@ class Engine:
         self.flush()
         self._now_ns = max(self._now_ns, now_ns)
         deadline = int(self.config.deadline_seconds * NS)
+        passed = self.progress.passed(self.tables, self.registry, self._now_ns, deadline)
+        self._score(passed)
         self._score(self.tables.expire(self._now_ns - deadline))
         if self._window_end and self._now_ns >= self._window_end:
             self._close_window()
@@ -228,6 +232,7 @@ class Engine:
                 self.traffic.forget(number, slot.base, slot.ranks)
                 self.loads.forget(slot.base, slot.ranks)
                 self.hangs.forget(number, slot.base, slot.ranks)
+                self.progress.forget(number, slot.base, slot.ranks)
                 self.roles.forget(slot.base, slot.ranks)
                 self.accounts.serving.forget(number)
                 self.paths.forget(number, slot.base, slot.ranks)
@@ -245,6 +250,7 @@ class Engine:
             if slot is not None:
                 self.joining.forget(number, slot.base, slot.ranks, late=True)
                 self.hangs.forget(number, slot.base, slot.ranks)
+                self.progress.forget(number, slot.base, slot.ranks)
             self.tables.clear(2 * number)
             self.tables.clear(2 * number + 1)
         self.registry.restarted = []
@@ -279,7 +285,7 @@ class Engine:
             flow = gather.take(flow, ~closed)
         cell, row = self.tables.cell_index(flow.table, flow.rank, flow.seq)
         self._score(self.tables.displaced(row, flow.seq))
-        events = self.carry.link(flow, cell)
+        events = self.carry.link(flow, cell, self.progress.add(flow, self._now_ns))
         self._score(self.tables.scatter(events, cell, row, self._now_ns))
 
     def _add_pending(self, group: list[tuple[DecodedBatch, Resolved]]) -> None:

@@ -64,6 +64,7 @@ class Hangs:
         self._inside = np.zeros((2, members), np.int64)  # sequence number in flight
         self._entered = np.zeros((2, members), np.int64)  # on the collector's clock
         self._told = np.zeros((2, members), np.int64)
+        self._stride = np.zeros(members, np.int64)  # that the newest number was sampled with
         self._moved = np.zeros(slots, np.int64)  # when anything was last told of a communicator
         self.found: dict[int, Hang] = {}
 
@@ -72,6 +73,7 @@ class Hangs:
         for array in (self._reached, self._first, self._inside):
             array[:, members] = -1
         self._at[:, members] = self._told[:, members] = self._entered[:, members] = 0
+        self._stride[base : base + ranks] = 1
         self._moved[slot] = 0
         self.found.pop(slot, None)
 
@@ -91,6 +93,8 @@ class Hangs:
         first[cells[unknown]] = seq[unknown]
         reached[cells] = seq
         op[cells] = flow.op[::-1][last][fresh]
+        stride = flow.stride if isinstance(flow.stride, int) else flow.stride[::-1][last][fresh]
+        self._stride[cells % members] = stride
         self._at.reshape(-1)[cells] = now_ns
         self._moved[np.unique(flow.slot)] = now_ns
 
@@ -133,6 +137,10 @@ class Hangs:
         self, lane: int, members: I64, known: Bool, complete: Bool, alive: Bool, now_ns: int
     ) -> Hang | None:
         reached = self._reached[lane, members]
+        stride = self._stride[members]
+        if (stride != (most := int(stride.max()))).any():
+            # While agents disagree, some tell of operations that others leave out.
+            reached = np.where(reached >= 0, reached // most * most, reached)
         told = self._told[lane, members]
         inside = (told > now_ns - STALE_NS) & (self._inside[lane, members] > reached) & alive
         far = np.where(inside, self._inside[lane, members], reached)

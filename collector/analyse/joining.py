@@ -3,7 +3,9 @@
 Such an agent counts each rank's operations from where it attached, which is not the same operation
 on every rank. The ranks leave a barrier together (or arrive at it within a fraction of a period),
 so the shift between two ranks is the one under which the times of equal numbers agree. It must be
-clearly better than its neighbours, or the communicator stays unaligned and is tried again.
+clearly better than its neighbours, or the communicator stays unaligned and is tried again. Shifts
+that would set different operations against each other (a dispatch against a combine) are none:
+beside a rank that is late by a large part of the period, the one after could else seem nearer.
 Operations that came before the shifts were known are used to find them and not scored.
 """
 
@@ -18,12 +20,14 @@ from lanterne.collector.analyse.gather import Flow, take
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
+Series = tuple[I64, I64, I64]  # seq, time, kind: operation and role
 
 ENOUGH = 32  # operations of each rank
 PATIENCE_NS = 3 * 10**9
 KEEP = 1 << 15  # held operations of one table
 REACH = 6  # shifts tried to either side of the nearest in time
 CLEARLY = 0.4  # of the second best's disagreement
+UNLIKE = 0.2  # of the pairs that may be of different operations: what is told of them may be wrong
 BASE = 1 << 20  # keeps numbers above 0 where no rank was seen from the beginning
 
 
@@ -101,10 +105,11 @@ class Joining:
         member = np.concatenate([p.member for p in parts])
         seq = np.concatenate([p.seq for p in parts])
         time = np.concatenate([_barrier_time(p) for p in parts])
+        kind = np.concatenate([p.op.astype(np.int64) << 8 | p.role for p in parts])
         members = np.unique(member)
         if len(members) < seen:
             return
-        of = {int(m): _sorted(seq[member == m], time[member == m]) for m in members}
+        of = {int(m): _sorted(*(c[member == m] for c in (seq, time, kind))) for m in members}
         whole = [m for m in of if complete[m]]
         reference = whole[0] if whole else max(of, key=lambda m: len(of[m][0]))
         base = 0 if whole else BASE
@@ -140,15 +145,21 @@ def _barrier_time(p: Flow) -> I64:
     return p.arrival + np.where(p.evidence == ops.ENQUEUE, 0, p.duration)
 
 
-def _sorted(seq: I64, time: I64) -> tuple[I64, I64]:
+def _sorted(seq: I64, time: I64, kind: I64) -> Series:
     order = np.argsort(seq)
-    return seq[order], time[order]
+    return seq[order], time[order], kind[order]
 
 
-def _shift(mine: tuple[I64, I64], reference: tuple[I64, I64]) -> int | None:
+def _unlike(one: I64, other: I64) -> float:
+    """Share of pairs whose operations, or whose roles where both are known, differ."""
+    roles = (one & 0xFF > 0) & (other & 0xFF > 0)
+    return float(np.mean(np.where(roles, one != other, one >> 8 != other >> 8)))
+
+
+def _shift(mine: Series, reference: Series) -> int | None:
     """What to add to a rank's numbers to get the reference's; None where it is not clear."""
-    seq, time = mine
-    ref_seq, ref_time = reference
+    seq, time, kind = mine
+    ref_seq, ref_time, ref_kind = reference
     if len(seq) < 8 or len(ref_seq) < 8:
         return None
     at = int(np.abs(time - ref_time[len(ref_time) // 2]).argmin())
@@ -159,9 +170,9 @@ def _shift(mine: tuple[I64, I64], reference: tuple[I64, I64]) -> int | None:
     for shift in range(middle - REACH * step, middle + REACH * step + 1, step):
         place = np.searchsorted(ref_seq, seq + shift).clip(0, len(ref_seq) - 1)
         match = ref_seq[place] == seq + shift
-        if match.sum() >= 8:
+        if match.sum() >= 8 and _unlike(kind[match], ref_kind[place[match]]) <= UNLIKE:
             costs[shift] = float(np.median(np.abs(time[match] - ref_time[place[match]])))
-    if len(costs) < 3:
+    if len(costs) < 2:
         return None
     best, second = sorted(costs, key=costs.__getitem__)[:2]
     return best if costs[best] <= CLEARLY * costs[second] else None

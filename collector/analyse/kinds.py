@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import own
+from lanterne.collector.analyse import costs, own
 from lanterne.collector.analyse.who import KINDS
 from lanterne.collector.analyse.window import OwnBlock
 
@@ -30,6 +30,7 @@ class KindStats:
         self.size: list[F64] = []
         self.noise: list[float] = []
         self.freedom: list[float] = []
+        self.recoverable: list[float] = []  # ns an instance, see `costs`
         self.own: list[npt.NDArray[np.float32]] = []  # [rank, instance], sampled
 
     def combined(self) -> tuple[F64, I64, float, float]:
@@ -98,6 +99,7 @@ def _chunk(
     blocked[missing], size[missing] = 0, 0
     median, mean, upper, samples = own.medians(own_time)
     noise, freedom = own.noise(own_time)
+    recoverable = costs.recoverables(own_time, median)
     some = np.maximum(samples, 1)
     blocked_mean = blocked.sum(axis=-1, dtype=np.float64) / some
     size_mean = size.sum(axis=-1, dtype=np.float64) / some
@@ -113,4 +115,5 @@ def _chunk(
         s.size.append(size_mean[:, i])
         s.noise.append(float(noise[i]))
         s.freedom.append(float(freedom[i]))
+        s.recoverable.append(float(recoverable[i]))
         s.own.append(own_time[:, i, : int(count[i])])

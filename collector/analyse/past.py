@@ -22,12 +22,13 @@ Bool = npt.NDArray[np.bool_]
 STATISTICS = 3  # median, mean, upper quantile
 KEPT = 32  # windows
 LAGS = (1, 3, 7)
-FEW = 4  # ranks
+FEW = 8  # ranks
 NEWEST_FOR_NOISE = 24
 KEEP, OF_KEPT = 0.8, 0.4377  # share of the squares kept, the smallest; their mean for N(0, 1)
 WORTH = 0.55  # values that one such square stands for
 WITHIN_WINDOWS = 16  # over which the noise within windows is averaged
 LEAST_REFERENCE = 3  # windows
+ENOUGH_REFERENCE = 12  # so many tell the noise of a few ranks; fewer do not replace more
 MOST_REFERENCE = 20
 
 
@@ -40,13 +41,14 @@ class Past:
         self._own = np.zeros((members, STATISTICS, KEPT), np.float32)
         self._usual = np.zeros((members, STATISTICS, 2), np.float32)
         self._square = np.zeros((members, len(LAGS), STATISTICS), np.float32)  # where few
+        self._square_windows = np.zeros(members, np.int32)  # that it was told from
         self._within = np.zeros(members)  # mean square
         self._within_windows = np.zeros(members, np.int32)
         self._calm = np.zeros(members, np.int32)  # windows in a row
 
     def forget(self, members: I64 | slice) -> None:
         self._apart[members] = self._own[members] = self._usual[members] = np.nan
-        self._square[members] = np.nan
+        self._square[members], self._square_windows[members] = np.nan, 0
         self._within[members] = self._within_windows[members] = self._calm[members] = 0
 
     def push(self, members: I64, apart: F64, own: F64) -> None:
@@ -96,16 +98,17 @@ class Past:
         """
         square = _squares(self._apart[members, :, :NEWEST_FOR_NOISE])
         size = groups.count(np.ones(groups.rows, bool))
-        # Of two ranks or three, all see the step of one: there it counts what was seen in calm.
-        few = np.flatnonzero(size < FEW)
+        # Of a few ranks, all see the step of one or two: there it counts what was seen in calm.
+        pairs = np.maximum(self.windows(members) - 1, 0).clip(0, NEWEST_FOR_NOISE)
+        few = np.flatnonzero((size < FEW) & (self._square_windows[members] > 0))
         if len(few):
+            pairs[few] = self._square_windows[members[few]] - 1
             learnt = self._square[members[few]].transpose(1, 2, 0).astype(np.float64)
             square[:, :, few] = np.where(np.isnan(learnt[0]), square[:, :, few], learnt)
         square = np.nan_to_num([groups.median(s) for s in square], nan=0.0)
         most = square.max(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
             shared = np.nan_to_num(1 - square[0] / most, nan=0.0).clip(0.0, 0.95)
-        pairs = np.maximum(self.windows(members) - 1, 0).clip(0, NEWEST_FOR_NOISE)
         return np.sqrt(most), shared, WORTH * pairs * np.maximum(size - 1, 1)
 
     def usual(self, members: I64) -> tuple[F64, F64]:
@@ -137,9 +140,12 @@ class Past:
             for i, value in enumerate((straggler.middle(apart), _quarter(own))):
                 value[few] = np.nan
                 self._usual[some, :, i] = value
-            those = np.flatnonzero(small[rows])
+            known = (~np.isnan(apart[:, 0])).sum(axis=-1)
+            enough = np.minimum(self._square_windows[some], ENOUGH_REFERENCE)
+            those = np.flatnonzero(small[rows] & (known >= np.maximum(enough, LEAST_REFERENCE)))
             if len(those):
                 self._square[some[those]] = _squares(apart[those]).transpose(2, 0, 1)
+                self._square_windows[some[those]] = known[those]
 
 
 def _over(windows: F32) -> F64:

@@ -105,7 +105,8 @@ class Registry:
             number = self.node_number[head.node] = len(self.nodes)
             self.nodes.append(Node(head.node, head))
         node = self.nodes[number]
-        if (head.epoch, head.sequence) >= (node.head.epoch, node.head.sequence):
+        # Another epoch is a later run, whatever its number: the clock may have been set back.
+        if head.epoch != node.head.epoch or head.sequence >= node.head.sequence:
             node.head = head
         node.lists_processes |= bool(head.process_keys)
         return number

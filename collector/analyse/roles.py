@@ -106,7 +106,8 @@ class Roles:
         total = np.maximum(np.bincount(index[row], count, len(distinct)), 1.0)
         feature, number = np.unique(kind[slot[row]] * OPS + op, return_inverse=True)
         share = count / total[index[row]]
-        for f in np.argsort(-np.bincount(number, share), kind="stable")[:MOST_FEATURES].tolist():
+        most = np.argsort(-np.bincount(number, share), kind="stable")[:MOST_FEATURES]
+        for f in np.sort(most).tolist():  # always in one order, or the hash changes
             chosen = np.flatnonzero(number == f)
             of = np.flatnonzero(of_process == workload[slot[row[chosen[0]]]])
             counted = np.bincount(index[row[chosen]], share[chosen], len(distinct))[of]

@@ -30,6 +30,7 @@ REFERENCE_COSTS = 1.15  # what is usual is not known exactly either
 HITS, STRETCHES, LATELY, OF_WINDOWS = 4, 3, 4, 12
 ENOUGH_PEERS = 15
 SCORE_LONG = 6.0  # for less than the full ratio: ranks differ by some per cent for good
+UNKNOWN = 1e6  # no excess is beyond a noise that is not known
 CROWD = 0.25  # of a group: so many leave what is usual for them at once because of their work
 
 
@@ -79,7 +80,7 @@ class Noise:
         factor = 1.0 if windows <= 2 else MIDDLE_COSTS
         with np.errstate(invalid="ignore"):
             found = self.limit * self.one * factor * straggler.shrink(self.shared, windows)
-        return np.nan_to_num(found, nan=np.inf)
+        return np.fmin(np.nan_to_num(found, nan=UNKNOWN), UNKNOWN)
 
 
 def noise_of(past: Past, members: I64, groups: Groups, error: F64, freedom: F64) -> Noise:
@@ -91,16 +92,24 @@ def noise_of(past: Past, members: I64, groups: Groups, error: F64, freedom: F64)
 
 
 def examine(
-    past: Past, members: I64, groups: Groups, peers: I64, noise: Noise, elsewhere: Bool
+    past: Past,
+    members: I64,
+    groups: Groups,
+    peers: I64,
+    noise: Noise,
+    elsewhere: Bool,
+    since: I64,
 ) -> Suspects:
     """peers: [row] how many the row is compared with. elsewhere: [statistic, row] whether it is
-    also slower than ranks of the same role in other communicators.
+    also slower than ranks of the same role in other communicators. since: [row] windows after its
+    last verdict has ended: what led to that one is over, and names nobody again.
     """
     found = Suspects.none(len(members))
     usual, usual_own = past.usual(members)
     newest, _ = past.last(members, 1)
     for horizon in HORIZONS:
         apart, own = past.last(members, horizon)
+        apart[:, since < horizon] = np.nan
         least = math.log(straggler.RATIO if horizon == HORIZONS[0] else straggler.RATIO_LONG)
         allowed = noise.allowed(horizon)
         # How much a few peers differ for good is not known: less than the full ratio may be that.
@@ -129,7 +138,7 @@ def examine(
                 crowd = groups.count(_any(by_history)) > np.maximum(2, CROWD * (peers + 1))
                 by_history &= ~crowd | (horizon == HORIZONS[-1])
                 found.add(by_history, OWN_HISTORY, horizon, rise, rise / allowed)
-    _now_and_then(found, past, members, peers, noise, usual)
+    _now_and_then(found, past, members, peers, noise, usual, since)
     return found
 
 
@@ -147,7 +156,13 @@ def outside(excess: F64, groups: Groups, score: float, floor: float) -> Bool:
 
 
 def _now_and_then(
-    found: Suspects, past: Past, members: I64, peers: I64, noise: Noise, usual: F64
+    found: Suspects,
+    past: Past,
+    members: I64,
+    peers: I64,
+    noise: Noise,
+    usual: F64,
+    since: I64,
 ) -> None:
     """Ranks that are slow in single windows, again and again."""
     singly = past.singly(members, OF_WINDOWS).astype(np.float64)  # [row, statistic, window]
@@ -155,6 +170,7 @@ def _now_and_then(
     least = np.maximum(noise.allowed(1), math.log(straggler.RATIO))
     with np.errstate(invalid="ignore"):
         hit = singly - base >= least.T[:, :, None]
+        hit &= np.arange(OF_WINDOWS) < since[:, None, None]
         often = (hit.sum(axis=-1) >= HITS).T
         # A single stretch is not again and again, nor is what has been over for some windows.
         begins = hit[:, :, :-1] & ~hit[:, :, 1:]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lanterne.collector.analyse import drift, past, straggler, suspects
 from lanterne.collector.analyse.kinds import KindStats
-from lanterne.collector.analyse.past import Past
+from lanterne.collector.analyse.past import KEPT, Past
 from lanterne.collector.analyse.peers import Groups
 from lanterne.collector.analyse.suspects import Suspects
 
@@ -23,7 +23,8 @@ ENOUGH_ELSEWHERE = 4
 PATIENCE = 6  # windows without figures until a verdict is dropped
 RELAPSE = 60  # windows: who is named again so soon needs twice as long a calm to be cleared
 LONGEST_CALM = 24
-CLEAR_NOW_AND_THEN = suspects.OF_WINDOWS
+CLEAR_NOW_AND_THEN = suspects.HITS
+RESTLESS = 0.5  # of what noise allows in a window
 CONFIDENT_SAMPLES = 30
 LONE_PAIR = 0.7  # confidence where the other rank of a pair is all there is to compare with
 
@@ -79,6 +80,7 @@ class Verdicts:
         self._quiet = np.zeros(members, np.int32)  # windows in a row without figures
         self._free = np.zeros(members, np.int32)  # windows since it was cleared
         self._relapses = np.zeros(members, np.int32)  # named again soon after being cleared
+        self._unclear = np.zeros(members, np.int32)  # windows in a row that may be a fault's
         self._past = Past(members)
         self._drift = drift.Drift(members)
 
@@ -87,6 +89,7 @@ class Verdicts:
         members = slice(base, base + ranks)
         self.own[members] = self.ratio[members] = np.nan
         self.peers[members] = self._quiet[members] = self._relapses[members] = 0
+        self._unclear[members] = 0
         self._free[members] = RELAPSE + 1
         self._past.forget(members)
         self._drift.forget(members)
@@ -143,7 +146,9 @@ class Verdicts:
         noise = suspects.noise_of(
             self._past, w.members, groups, _of_difference(w.error, peers[0]), w.freedom
         )
-        found = suspects.examine(self._past, w.members, groups, peers[0], noise, elsewhere)
+        # Of the named, `_free` is 0; a verdict that stands may rest on what it began with.
+        since = np.where(self.named[w.members], KEPT, self._free[w.members] + 1)
+        found = suspects.examine(self._past, w.members, groups, peers[0], noise, elsewhere, since)
         self._drift.add(found, w.members, groups, self._past, peers[0])
         usual, _ = self._past.usual(w.members)
         self._settle(w, found, apart, usual, peers[0])
@@ -155,11 +160,23 @@ class Verdicts:
         self.own[w.members] = np.where(np.isnan(apart[0]) & ~alone, np.nan, w.own[0])
         self.ratio[w.members] = np.exp(against)
         self.peers[w.members] = peers[0]
-        calm = ~found.suspected & ~named
+        calm = ~found.suspected & ~named & ~self._restless(w.members, apart, usual, noise)
         # What is usual for the few peers of a suspect is not what they do beside it.
         calm &= (peers[0] >= FEW_PEERS) | (groups.count(~calm) == 0)
         self._past.learn(w.members, calm, peers[0] + 1 < past.FEW)
         self.suspected[w.members] = found.suspected
+
+    def _restless(self, members: I64, apart: F64, usual: F64, noise: suspects.Noise) -> Bool:
+        """[row] whether it is so much above what is usual that this may be a fault, though not
+        known to be one. What lasts for longer than the tests look back is its usual.
+        """
+        last, _ = self._past.last(members, suspects.HORIZONS[0])
+        least = np.maximum(RESTLESS * noise.allowed(1), math.log(straggler.RATIO_LONG))
+        with np.errstate(invalid="ignore"):
+            above = ((last - usual)[0] >= least[0]) & ((apart - usual)[0] >= least[0])
+        self._unclear[members] = np.where(above, self._unclear[members] + 1, 0)
+        restless: Bool = above & (self._unclear[members] <= suspects.HORIZONS[-1])
+        return restless
 
     def _settle(self, w: Window, found: Suspects, apart: F64, usual: F64, peers: I64) -> None:
         """Name the suspects that are worth it, clear those that have been calm for long enough."""

@@ -7,6 +7,11 @@ receiver (or incast), and a high cell that is left over a slow path.
 
 Ratios to a mean fail here: with m of n ranks slow the mean of means caps the ratio at n / m. The
 base is therefore the median of the low cells, so that half of the ranks may be slow.
+
+A path is one of n^2 cells, so the largest of them that chance brings grows with n: a cell must
+exceed what its row and column usually have by sqrt(2 ln n^2) standard deviations of the logarithm,
+the expected maximum, and more. A rank's delay is not the same for everybody: cells of a named row
+or column may differ by a share of it.
 """
 
 from __future__ import annotations
@@ -16,11 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lanterne.collector.analyse import straggler
+
 F64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 EFFECT_SCORE, EFFECT_RATIO = 3.5, 2.0  # of a row or column: its median cell
 CELL_SCORE, CELL_RATIO = 8.0, 3.0  # of one cell: there are n^2 of them, with a long tail
+BEYOND = 0.5  # standard deviations above the largest of so many normal cells
+LEAST_RANKS = 4  # below that, rows and columns have no usual level of their own
+VARIES = 0.1  # of a row's or column's delay: by so much it differs from cell to cell
 FLOOR = 0.1  # of the base: a spread near zero inflates no score
 DOMINANCE = 0.05  # of the largest finding: less is not what anybody waits for
 TIE = 0.1
@@ -69,6 +79,25 @@ def diagnose_wait_matrix(wait: npt.ArrayLike, node: npt.ArrayLike | None = None)
     return _Search(np.where(known, matrix - base, np.nan), base, scale).run()
 
 
+def _usual(matrix: F64, base: F64) -> tuple[F64, float]:
+    """-> logarithm of what each cell's row and column have over the base, and by how much more
+    the largest cell may be. matrix: [n, n], NaN what is not to be looked at.
+    """
+    n = len(matrix)
+    if n < LEAST_RANKS:
+        return np.zeros_like(matrix), 0.0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        logs = np.log(np.where((matrix > 0) & (base > 0), matrix / base, np.nan))
+    level = (_polished(logs) + _polished(logs.T).T) / 2  # whichever comes first
+    left = np.abs(logs - level)[np.isfinite(logs)]
+    if not len(left):
+        return level, 0.0
+    # Levels of rows and columns were fitted to these very cells.
+    free = max(len(left) - 2 * n + 1, 1)
+    sigma = 1.4826 * float(np.median(left)) * np.sqrt(len(left) / free)
+    return level, float(sigma * (np.sqrt(2 * np.log(n * n)) + BEYOND))
+
+
 def _level(matrix: F64, known: Bool, block: npt.NDArray[np.int64]) -> tuple[F64, F64]:
     """[n, n] base and spread of each cell's block, from its low cells."""
     base, scale = np.zeros_like(matrix), np.zeros_like(matrix)
@@ -85,6 +114,15 @@ def _level(matrix: F64, known: Bool, block: npt.NDArray[np.int64]) -> tuple[F64,
         base[cells] = middle
         scale[cells] = max(1.4826 * float(np.median(np.abs(low - middle))), FLOOR * abs(middle))
     return base, scale
+
+
+def _polished(logs: F64) -> F64:
+    """Medians of rows, then of columns, twice: what each cell's have above 0."""
+    level = np.zeros_like(logs)
+    for _ in range(2):
+        level += np.nan_to_num(straggler.middle(logs - level), nan=0.0)[:, None]
+        level += np.nan_to_num(straggler.middle((logs - level).T), nan=0.0)[None, :]
+    return level
 
 
 @dataclass(frozen=True)
@@ -111,6 +149,7 @@ class _Search:
         senders = {f.rank: f.delay for f in self.found if not f.row}
         receivers = {f.rank: f.delay for f in self.found if f.row}
         high = self._high(self.rest, CELL_SCORE, CELL_RATIO)
+        high &= self._beyond_usual(high)
         paths = {(int(i), int(j)): float(self.rest[i, j]) for i, j in np.argwhere(high)}
         delays = [*senders.values(), *receivers.values(), *paths.values()]
         least = DOMINANCE * max(delays, default=0.0)
@@ -125,6 +164,25 @@ class _Search:
             receiver_delay=tuple(receivers[k] for k in b),
             path_delay=tuple(paths[k] for k in c),
         )
+
+    def _beyond_usual(self, high: Bool) -> Bool:
+        """[n, n] whether a high cell is more than rows, columns and chance explain."""
+        delay = np.zeros_like(self.rest)
+        for f in self.found:
+            line = (f.rank, slice(None)) if f.row else (slice(None), f.rank)
+            delay[line] = np.maximum(delay[line], f.delay)
+        alone = delay == 0
+        normal = np.where(alone, self.rest + self.base, np.nan)
+        level, by_chance = _usual(np.where(high, np.nan, normal), self.base)
+        allowed = np.maximum(level + by_chance, 0.0)
+        with np.errstate(invalid="ignore"):
+            beyond = np.where(
+                alone,
+                normal >= self.base * np.exp(allowed),
+                self.rest >= np.maximum(CELL_SCORE * VARIES * delay, self.base * np.expm1(allowed)),
+            )
+        found: Bool = beyond
+        return found
 
     def _take(self, f: _Found) -> None:
         if f.row:

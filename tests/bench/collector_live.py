@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -231,6 +232,7 @@ def measure(*, ranks: int, size: int, rate: int, seconds: float) -> dict[str, An
                     f"--ports-file={ports_file}",
                 ],
                 stderr=out,
+                env=os.environ | {"LANTERNE_COLLECTOR_STATE_PATH": name},
                 start_new_session=True,  # sessions share the CPUs evenly: not at our expense
             )
         try:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lanterne.collector.analyse import reasons
 from lanterne.collector.export import families, write
 from lanterne.collector.metrics import CATALOG
+from lanterne.collector.reload import Reloaded
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import AdviceView, HangView, JobView, Place, Snapshot
 from tests.fixtures.snapshots import (
@@ -87,7 +88,21 @@ def _blindness(reason: str) -> dict[str, object]:
 
 
 def page() -> str:
-    return write(families(known(), Runtime("0.1.0", 0, 0, {"corrupt": 0}, NOW))).decode()
+    return write(
+        families(
+            known(),
+            Runtime(
+                "0.1.0",
+                0,
+                0,
+                {"corrupt": 0},
+                NOW,
+                reload=Reloaded(True, NOW),
+                http_refused={"password": 2},
+                otlp={"failed": 1, "sent": 12},
+            ),
+        )
+    ).decode()
 
 
 def promtool() -> str:

@@ -2,80 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.fixtures.feeder import SLOW, Feeder
-from tests.stack import Stack, free_port, try_fetch, wait_for
-
-RULES = Path(__file__).resolve().parents[2] / "helm" / "lanterne" / "rules" / "lanterne.rules.yaml"
-
-
-class Prometheus:
-    """A server that scrapes `target` every second."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
-        config = folder / "prometheus.yml"
-        config.write_text(
-            json.dumps(
-                {
-                    "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-                    "rule_files": [str(RULES)],
-                    "scrape_configs": [
-                        {"job_name": "lanterne", "static_configs": [{"targets": [target]}]}
-                    ],
-                }
-            )
-        )
-        self._log = (folder / "prometheus.log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address={self.url.removeprefix('http://')}",
-                "--log.level=warn",
-            ],
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-
-    def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
-
-    def api(self, path: str) -> Any:
-        text = try_fetch(f"{self.url}/api/v1/{path}")
-        return json.loads(text)["data"] if text else None
-
-    def query(self, promql: str) -> list[dict[str, Any]]:
-        data = self.api("query?query=" + urllib.parse.quote(promql))
-        found: list[dict[str, Any]] = data["result"] if data else []
-        return found
+from tests.prometheus_server import Prometheus, require
+from tests.stack import Stack, wait_for
 
 
 @pytest.fixture
 def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
-    if shutil.which("prometheus") is None:
-        reason = "prometheus is not installed (Debian: apt-get install prometheus)"
-        if os.environ.get("LANTERNE_REQUIRE_KERNEL") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require()
     with Stack(tmp_path, []) as stack:
         stack.start_collector()
         server = Prometheus(tmp_path, f"127.0.0.1:{stack.http_port}")

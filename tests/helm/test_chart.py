@@ -161,7 +161,7 @@ def test_the_agent_is_as_closed_as_it_can_be() -> None:
     context = part["securityContext"]
     assert context["capabilities"] == {
         "drop": ["ALL"],
-        "add": ["BPF", "PERFMON", "SYS_PTRACE", "DAC_READ_SEARCH"],
+        "add": ["BPF", "PERFMON", "SYS_PTRACE", "DAC_READ_SEARCH", "CHECKPOINT_RESTORE"],
     }
     assert (context["privileged"], context["allowPrivilegeEscalation"]) == (False, False)
     assert context["readOnlyRootFilesystem"]

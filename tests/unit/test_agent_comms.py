@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from agent_arrays import BASE_NS, comm_event, record, records
 from lanterne.agent import commhash, identity, structure
 from lanterne.agent.comms import QUARANTINE_ROUNDS, Registry
 from lanterne.agent.events import NO_SLOT
-from lanterne.agent.identity import MAX_ATTEMPTS, Communicator
+from lanterne.agent.identity import MAX_ATTEMPTS, RAS_AFTER, Communicator
 from lanterne.agent.process import Processes
+from lanterne.agent.ras import Answer
+from lanterne.agent.ras_answer import Member
 from lanterne.probes import layout
 from lanterne.probes.layout import CommFlag, CommKind
 
@@ -629,3 +632,51 @@ def test_a_nonsensical_plugin_names_nobody(host: Host) -> None:
     )
     assert set(slots.tolist()) == {NO_SLOT}
     assert not found.alive()
+
+
+class FakeRas:
+    """agent.ras.Ras without its thread: `current` is what it knows by now."""
+
+    def __init__(self) -> None:
+        self.current: Answer | None = None
+        self.asked: list[int] = []
+        self.forgotten: list[int] = []
+
+    def answer(self, pid: int) -> Answer | None:
+        self.asked.append(pid)
+        return self.current
+
+    def forget(self, pids: Iterable[int]) -> None:
+        self.forgotten += pids
+
+
+def test_ras_is_asked_last_and_its_word_is_checked(host: Host) -> None:
+    service = FakeRas()
+    found = registry(host, Library(comm_offsets=None), ras=service)
+    host.structure(10, 0x1000, comm_hash=77, rank=2, n_ranks=4)
+    host.write(10, 0x4000, b"\0")  # memory comes in whole pages
+    found.assign(record())
+    now = BASE_NS
+    for _ in range(RAS_AFTER):
+        assert not service.asked
+        now += SECOND
+        found.resolve(now)
+    told = (Member(77, 4, 2, "127.0.0.1", 10), Member(78, 4, 2, "127.0.0.1", 10))
+    steps = [
+        (Answer(1, (), "not told by NCCL RAS: refused"), "not told by NCCL RAS: refused"),
+        (Answer(2, told[1:], ""), "none of the communicators"),
+        (Answer(3, told, ""), None),
+    ]
+    for answer, reason in steps:
+        service.current = answer
+        now += 10 * SECOND
+        found.resolve(now)
+        if reason is not None:
+            assert any(reason in text for text in found.unresolved_reasons())
+    comm = only(found)
+    assert (comm.comm_hash, comm.rank, comm.identity) == (77, 2, identity.RAS)
+    asked = len(service.asked)
+    found.resolve(now + 60 * SECOND)
+    assert len(service.asked) == asked, "it is known now"
+    found.forget_processes([10], now)
+    assert service.forgotten == [10]

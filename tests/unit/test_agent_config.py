@@ -71,6 +71,8 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         ("[windows]\nseconds = 1", ["[windows]", "did you mean window"]),
         ("window = 3", ["window = 3", "[window]"]),
         ("[probes]\nring_bytes = 5000", ["probes.ring_bytes", "5000", "power of two", "8192"]),
+        ("[probes]\ndevice_ring_bytes = 5000", ["probes.device_ring_bytes", "power of two"]),
+        ('[probes]\nlook_into = "x*"', ["probes.look_into", "a list of path patterns"]),
         ('[probes]\nmethod = "kprobe"', ["probes.method", "'kprobe'", "'auto'", "'multi'"]),
         ("[sources]\nnvml = 1", ["sources.nvml", "true or false"]),
         ("[collector]\naddresses = []", ["collector.addresses", "HOST:PORT", "at least 1"]),
@@ -112,3 +114,38 @@ def test_a_bad_variable_and_a_bad_flag_name_their_origin() -> None:
 
 def test_other_variables_are_left_alone() -> None:
     assert load(None, {"LANTERNE_WORKLOAD": "x", "PATH": "/bin"}).log.level == "info"
+
+
+def test_engines_and_files_from_every_origin(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '[experts]\nengines = [{ address = "127.0.0.1:8000", kind = "vllm" }]\n'
+        'files = [{ path = "/tmp", kind = "sglang_dump", ranks = 8 }]\n',
+    )
+    experts = load(path, {}).experts
+    assert (experts.engines[0].address, experts.engines[0].kind) == ("127.0.0.1:8000", "vllm")
+    assert (experts.files[0].kind, experts.files[0].ranks) == ("sglang_dump", 8)
+    text = '[{"address": "h:1", "kind": "sglang", "workload": "w"}]'
+    experts = load(None, {"LANTERNE_AGENT_EXPERTS_ENGINES": text}).experts
+    assert experts.engines[0].workload == "w"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('engines = [{ address = "h", kind = "vllm" }]', "engines"),
+        ('engines = [{ address = "h:1", kind = "tgi" }]', "engines"),
+        ('engines = [{ address = "h:1", kind = "vllm", extra = 1 }]', "extra"),
+        ('files = [{ path = "relative", kind = "numpy" }]', "files"),
+        ('listen = "0.0.0.0:80"', "of this host only"),
+        ('socket = "relative"', "absolute path"),
+    ],
+)
+def test_what_experts_may_not_be(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(write(tmp_path, f"[experts]\n{text}\n"), {})
+
+
+def test_an_engine_list_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"experts\.engines"):
+        load(None, {"LANTERNE_AGENT_EXPERTS_ENGINES": "[{broken"})

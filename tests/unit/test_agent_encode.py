@@ -11,13 +11,14 @@ from agent_readings import Gpu, Reading
 
 from lanterne.agent import encode as encoding
 from lanterne.agent.comms import Registry
+from lanterne.agent.cuda import Bin, Use
 from lanterne.agent.encode import Context, Head, Health
 from lanterne.agent.events import Records, Rules
 from lanterne.agent.pipeline import Pipeline
 from lanterne.agent.process import Processes
 from lanterne.collector.batch import DecodedBatch
 from lanterne.collector.decode import decode
-from lanterne.probes.layout import CUDA, CommFlag, CommKind, Flag, Func
+from lanterne.probes.layout import CommFlag, CommKind, Flag, Func, Stream
 from lanterne.proto import telemetry_pb2 as pb
 
 HEAD = Head("node-1", 123, "0.1.0", "boot")
@@ -49,13 +50,14 @@ def test_the_whole_way_from_records_to_what_the_collector_reads(tmp_path: Path) 
         exchange([8, 6, 4, 2], [2, 4, 6, 8], group=2, seq=1),
     )
     pipe.feed(rows, creation(), BASE_NS)
-    cuda = np.zeros((), CUDA)
-    cuda["launches"], cuda["captured_ops"] = 11, 3
+    bins = (Bin(-1, Stream.LEGACY, 1, 0, 0, 0), Bin(3, Stream.NAMED, 10, 2, 4, 99))
+    cuda = Use(11, 2, 4, 99, np.zeros(32, np.uint64), 3, 7, 5, 5, bins)
     context = Context(
         realtime_offset_ns=-7,
         gpus=[Gpu()],
         processes={10: Reading()},
-        cuda={10: cuda[()]},
+        cuda={10: cuda},
+        steps={10: (7, 5)},
         health=Health(events_read=5, events_lost={"ring": 2}, source_success={"nvml": True}),
     )
     end = BASE_NS + 10**9
@@ -83,6 +85,13 @@ def test_the_whole_way_from_records_to_what_the_collector_reads(tmp_path: Path) 
     assert "power_watts" not in batch.head.gpus[0].values
     assert batch.head.processes[0]["launches"] == 11
     assert batch.head.processes[0]["captured_operations"] == 3
+    assert batch.head.processes[0]["blind_steps"] == 5
+    assert batch.head.processes[0]["cuda"] == (
+        {"device": None, "stream": "legacy", "launches": 1, "graph_launches": 0, "syncs": 0,
+         "sync_ns": 0},
+        {"device": 3, "stream": "named", "launches": 10, "graph_launches": 2, "syncs": 4,
+         "sync_ns": 99},
+    )  # fmt: skip
     assert "run_queue_seconds" not in batch.head.processes[0]
     assert batch.head.health["events_read"] == 5
     assert batch.head.events_lost == {"ring": 2}

@@ -59,6 +59,8 @@ def test_known_series_start_at_zero() -> None:
         'lanterne_agent_libraries{kind="nccl",state="attached"} 0.0',
         "lanterne_agent_comms_unresolved 0.0",
         "lanterne_agent_blind_graph_launches_total 0.0",
+        "lanterne_agent_steps_total 0.0",
+        "lanterne_agent_blind_steps_total 0.0",
     ):
         assert series in text, series
 

@@ -189,6 +189,35 @@ def test_what_does_not_fit_is_not_guessed(symbol: str) -> None:
     assert deepep.derive(symbol) is None
 
 
+NIXL_HT = (
+    "_ZN7nixl_ep9internode8dispatchEPvPfPlS2_S1_PKvPKfPKlS7_PiSA_SA_SA_PKiSC_SC_SC_PKbiiiiiii"
+    "S1_iiPS1_iiiibP11CUstream_stibNS_12gpu_nixl_ctxE"
+)
+
+
+def test_a_context_behind_all_others_moves_none_of_them() -> None:
+    """By value it lies on the stack behind the other arguments, or (aarch64) its address does."""
+    expected, row = row_of(INTER_V121), row_of(NIXL_HT)
+    assert row.fields == expected.fields
+    assert row.traits & Trait.NOTIFIED
+    assert deepep.derive(NIXL_HT.replace("ibNS_12gpu_nixl_ctxE", "NS_12gpu_nixl_ctxEib")) is None
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        "_ZN8mooncake8dispatchEPviiiiiibPvP11CUstream_stli",  # six ints
+        "_ZN8mooncake8dispatchEPviiiiiiiibPvP11CUstream_stli",  # eight
+        "_ZN8mooncake8dispatchEPviiiiiiiPvP11CUstream_stli",  # no bool
+        "_ZN8mooncake7combineEPviiiiiiiPvP11CUstream_stl",  # no phases
+        "_ZN7nixl_ep10ep_kernels8dispatchEPviiiiiiibPvP11CUstream_sti",  # seven ints
+    ],
+)
+def test_what_does_not_fit_of_others(symbol: str) -> None:
+    assert re.fullmatch(deepep.PATTERN, symbol.encode())
+    assert deepep.derive(symbol) is None
+
+
 def test_a_parameter_more_moves_what_is_behind_it() -> None:
     """A build that nobody has seen: one pointer more before the ints."""
     packed = pack_row(row_of(LL_V121.replace("PKlS2_iiii", "PKlS2_S2_iiii")), Arch.X86_64)

@@ -159,6 +159,22 @@ def test_other_files_of_a_process_with_a_gpu() -> None:
     assert not other_files(b"1-2 r-xp 00000000 fd:01 1 /opt/program\n")
 
 
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (("program",), ["/opt/program"]),
+        (("prog*", "libtorch_cud[aA].so"), ["/opt/a b/libtorch_cuda.so", "/opt/program"]),
+        (("*",), ["/opt/a b/libtorch_cuda.so", "/opt/program"]),
+        (("gram",), []),  # of whole names
+        (("/opt/*",), []),  # without their folders
+        ((), []),
+    ],
+)
+def test_names_to_look_into(patterns: tuple[str, ...], expected: list[str]) -> None:
+    """Without a GPU driver in the process only these are looked into."""
+    assert sorted(one.path for one in other_files(OTHERS, patterns)) == expected
+
+
 def test_what_is_not_looked_into_yet_is_asked_about_again(tmp_path: Path) -> None:
     make(tmp_path, 10, OTHERS + CUDA)
     answers: dict[str, bool | None] = {"/opt/program": None, "/opt/a b/libtorch_cuda.so": False}

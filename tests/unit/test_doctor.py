@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lanterne.agent import config as configuration
-from lanterne.agent import doctor
+from lanterne.agent import doctor, running
 from lanterne.agent.discover import ProcessInfo
 from lanterne.agent.doctor_view import (
     Report,
@@ -25,6 +25,7 @@ from lanterne.agent.doctor_view import (
     library_views,
     nccl_version,
     render,
+    steps_rows,
 )
 from lanterne.agent.kernel import KernelSupport
 from lanterne.agent.library import AttachedLibrary, Site
@@ -143,9 +144,47 @@ def test_costly_sites_are_a_warning_that_names_them() -> None:
     assert re.search(r"0x4a3b0 +costly +pncclSend", shown)
 
 
+def test_moved_and_dropped_sites_are_told() -> None:
+    sites = (
+        Site(1, "pncclAllReduce", 0x1004, True, "push rbp", skip=4),
+        Site(2, "pncclSend", 0x2000, True, "push rbp"),
+    )
+    dropped = ("pncclRecv: the kernel takes no probe at its first instruction, ldr x0, #8",)
+    views = library_views({(1, 2): library(sites=sites, dropped=dropped)}, {})
+    moved, left_out = library_rows(views)
+    assert moved.status == "ok"
+    assert re.search(r"2 probes \(2 cheap\).* 1 placed behind .*: pncclAllReduce$", moved.detail)
+    assert left_out.status == "warn"
+    assert "pncclRecv" in left_out.detail
+    shown = render(Report("0", True, (moved,), views), 100)
+    assert re.search(r"0x1004 +cheap +pncclAllReduce\+4 +\[push rbp\]", shown)
+
+
 def test_nothing_found_says_what_to_do() -> None:
     (row,) = library_rows(())
     assert (row.status, bool(row.remedy)) == ("info", True)
+
+
+@pytest.mark.parametrize(
+    ("page", "status", "text"),
+    [
+        ("lanterne_agent_steps_total 40.0\nlanterne_agent_blind_steps_total 10.0\n", "warn", "25%"),
+        ("lanterne_agent_steps_total 4e+01\nlanterne_agent_blind_steps_total 0.0\n", "ok", "0 ran"),
+        ("lanterne_agent_steps_total 0.0\nlanterne_agent_blind_steps_total 0.0\n", "", ""),
+        ("nothing\n", "", ""),
+    ],
+)
+def test_blind_steps_of_the_agent_that_runs_here(page: str, status: str, text: str) -> None:
+    rows = steps_rows(running.parse(page.encode()))
+    assert [row.status for row in rows] == ([status] if status else [])
+    assert all(text in row.detail for row in rows)
+
+
+def test_no_agent_runs_here() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # not listening
+        assert running.read(f"127.0.0.1:{unused.getsockname()[1]}") == {}
+    assert running.read("nowhere") == {}
 
 
 def test_blindness_is_told() -> None:

@@ -285,7 +285,6 @@ def changed(**fields: Any) -> pb.ExpertLoad:
         (changed(rows=0), "rows", "rows is 0"),
         (changed(rows=513), "rows", "512"),
         (changed(experts=4097), "rows", "4096"),
-        (changed(unit=0), "enumeration", "unit 0"),
         (changed(workload="a\nb"), "text", "workload"),
         (changed(counts=b"1234"), "column", "counts is 4 bytes"),
         (load([[1.0, math.nan]]), "number", "nan"),

@@ -39,6 +39,26 @@ def holds(proc: Path, path: Path) -> bool | None:
     return looker.holds(7, mapped(proc, path))
 
 
+VERSION = 'const char version[] = "NCCL version 2.28.9+cuda12.9";'
+KERNELS = '__attribute__((section(".nv_fatbin"))) int kernels[4] = {1};'
+CALLER = "int ncclGroupEnd(void); int g(void){return ncclGroupEnd();}"
+ADVICE = 'const char advice[] = "needs NCCL version 2.17.1 or later";'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (VERSION + KERNELS, True),
+        (VERSION, False),  # a tool that prints it
+        (KERNELS + ADVICE, False),
+        (VERSION + KERNELS + CALLER, False),  # its libnccl is another file
+    ],
+)
+def test_a_copy_without_symbols(tmp_path: Path, text: str, expected: bool) -> None:
+    path = compiled(tmp_path / "lib/x.so", text, "-shared", "-s", "-fvisibility=hidden")
+    assert holds(tmp_path, path) is expected
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "expected"),
     [

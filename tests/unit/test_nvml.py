@@ -186,6 +186,13 @@ def test_a_query_that_fails_leaves_only_its_own_fields_out(
     assert [name for name, value in gpus[0].items() if value is None] == fields
 
 
+def test_mig_instances_of_a_gpu_and_none_where_it_is_off(libraries: Path, tmp_path: Path) -> None:
+    ((_, _, gpus),) = steps(libraries, "show()", **state(tmp_path, "count=2", "gpu1.mig=2"))
+    assert gpus[0]["mig"] == []
+    assert len(set(gpus[1]["mig"])) == 2
+    assert all(uuid.startswith("MIG-") for uuid in gpus[1]["mig"])
+
+
 def test_identity_and_lists_that_fail_are_empty(libraries: Path, tmp_path: Path) -> None:
     names = ["UUID", "Name", "PciInfo_v3", "CurrentClocksEventReasons"]
     names += ["ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2"]

@@ -97,3 +97,16 @@ def test_without_a_path_nothing_happens() -> None:
     state.load(lambda _: pytest.fail("there is nothing"))
     assert usable("") is None
     assert usable("/nonexistent-folder/x") is None
+
+
+def test_the_folder_is_made_and_one_that_cannot_be_used_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert usable(str(tmp_path / "made")) == tmp_path / "made"
+    assert (tmp_path / "made").is_dir()
+    assert usable(str(tmp_path / "made")) == tmp_path / "made"
+    assert not caplog.records
+    (tmp_path / "file").touch()
+    assert usable(str(tmp_path / "file")) is None
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert "name a folder that this user may write to" in caplog.text

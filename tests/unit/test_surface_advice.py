@@ -16,7 +16,8 @@ import pytest
 from lanterne.collector import plans
 from lanterne.collector.advice_json import advice_json
 from lanterne.collector.errors import PlanError
-from lanterne.collector.http import App, HttpServer
+from lanterne.collector.http import App
+from lanterne.collector.http_server import HttpServer
 from lanterne.collector.screen import screen
 from lanterne.collector.snapshot import AdviceOption, AdviceView, Snapshot
 from lanterne.collector.view import view

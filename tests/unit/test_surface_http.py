@@ -13,7 +13,8 @@ import pytest
 
 from lanterne.collector.errors import ListenError
 from lanterne.collector.export import Exposition
-from lanterne.collector.http import App, HttpServer
+from lanterne.collector.http import App
+from lanterne.collector.http_server import HttpServer
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import Snapshot
 from tests.fixtures.snapshots import NOW, blind, communicator, ranks, snapshot

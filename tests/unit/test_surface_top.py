@@ -19,7 +19,8 @@ import pytest
 from rich.console import Console
 
 from lanterne.collector.export import Exposition
-from lanterne.collector.http import App, HttpServer
+from lanterne.collector.http import App
+from lanterne.collector.http_server import HttpServer
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import Snapshot
 from lanterne.collector.top import FetchError, base_url, fetch, top

@@ -41,7 +41,7 @@ class Context:
             )
             hot = self._throttled(rank, second)
             batch.gpus.add(
-                index=rank % 8,
+                index=rank % 32,
                 uuid=f"GPU-{rank}",
                 bus_id=bus_id(rank),
                 utilization_ratio=1.0,

@@ -46,7 +46,10 @@ class Origin:
 class Wire:
     """Encodes one run; `batches(window)` is what arrives at the end of it, a second by default."""
 
-    def __init__(self, case: Case, job: Job, origin: Origin = Origin()) -> None:
+    def __init__(
+        self, case: Case, job: Job, origin: Origin = Origin(), *, readings: bool = True
+    ) -> None:
+        """readings: whether batches tell of processes and GPUs."""
         self.case, self.job, self.origin = case, job, origin
         self._setting = noise.SETTINGS[case.noise]
         self._rng = np.random.default_rng([*case.seed, 7])
@@ -74,7 +77,7 @@ class Wire:
         marks = np.arange(self.windows * self.nodes + 1)
         self._bounds = np.searchsorted(key, marks)
         self._lost = self._losses()
-        self._context = Context(case, job, origin.at_ns)
+        self._context = Context(case, job, origin.at_ns) if readings else None
         self._receives = receives.Receives(case, job, self._rng) if receives.told(case) else None
 
     def batches(self, window: int) -> Iterator[bytes]:
@@ -143,7 +146,7 @@ class Wire:
                 pid=1000 + rank,
                 pid_start_ticks=7,
                 workload="bench",
-                gpu_index=rank % 8,
+                gpu_index=rank % 32,
                 gpu_bus_id=bus_id(rank),
                 identity=pb.IDENTITY_STORE if cpu_job else pb.IDENTITY_INIT_ARGUMENTS,
                 complete=True,
@@ -250,7 +253,8 @@ class Wire:
         if self._receives is not None:
             batch.traffic.CopyFrom(self._receives.traffic(self._ranks[node], self._pairs))
         self._add_pending(batch, node, edges[0])
-        self._context.add(batch, self._ranks[node], second)
+        if self._context is not None:
+            self._context.add(batch, self._ranks[node], second)
         data: bytes = batch.SerializeToString()
         return data
 

@@ -58,7 +58,9 @@ _Static_assert(sizeof(nvmlProcessUtilizationSample_t) == 32, "utilization sample
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int users;
+#define MIG_MAX 7
 static char handles[RIG_MAX_GPUS]; /* a handle is an address in here */
+static char instances[RIG_MAX_GPUS * MIG_MAX]; /* or, of a MIG instance, in here */
 
 static nvmlReturn_t enter(const char *function) {
   stateRefresh();
@@ -198,7 +200,23 @@ static nvmlReturn_t uuidOf(int gpu, char *out, unsigned size) {
 }
 
 DEVICE_QUERY(nvmlDeviceGetName, (char *out, unsigned size), result = nameOf(gpu, out, size))
-DEVICE_QUERY(nvmlDeviceGetUUID, (char *out, unsigned size), result = uuidOf(gpu, out, size))
+static nvmlReturn_t instanceUuid(long instance, char *out, unsigned size) {
+  char uuid[64];
+  snprintf(uuid, sizeof(uuid), "MIG-%08lx-0000-0000-0000-000000000000", instance);
+  return copyText(out, size, uuid);
+}
+
+API nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t handle, char *out, unsigned size) {
+  int gpu;
+  long instance = (const char *)handle - instances;
+  int mig = instance >= 0 && instance < (long)sizeof(instances);
+  pthread_mutex_lock(&lock);
+  nvmlReturn_t result = mig ? enter(__func__) : enterDevice(__func__, handle, &gpu);
+  if (!result) result = mig ? instanceUuid(instance, out, size) : uuidOf(gpu, out, size);
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
 DEVICE_QUERY(nvmlDeviceGetIndex, (unsigned *out), *out = (unsigned)gpu)
 DEVICE_QUERY(nvmlDeviceGetMinorNumber, (unsigned *out), *out = (unsigned)gpu)
 
@@ -264,7 +282,18 @@ NUMBER_QUERY(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, "thrott
 NUMBER_QUERY(nvmlDeviceGetPersistenceMode, unsigned, "persistence", 1)
 
 DEVICE_QUERY(nvmlDeviceGetMigMode, (unsigned *current, unsigned *pending), {
-  *current = *pending = 0;
+  *current = *pending = stateNumber(gpu, "mig", 0) > 0;
+})
+
+DEVICE_QUERY(nvmlDeviceGetMaxMigDeviceCount, (unsigned *out), *out = MIG_MAX)
+
+/* The first instance has place 1: not every place is taken. */
+DEVICE_QUERY(nvmlDeviceGetMigDeviceHandleByIndex, (unsigned place, nvmlDevice_t *out), {
+  if (place >= 1 && place <= stateNumber(gpu, "mig", 0) && place < MIG_MAX) {
+    *out = (nvmlDevice_t)(void *)&instances[gpu * MIG_MAX + (int)place];
+  } else {
+    result = NVML_ERROR_NOT_FOUND;
+  }
 })
 
 /* Next "pid:bytes" of a comma-separated list; 0 when there is none. */
