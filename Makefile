@@ -108,3 +108,27 @@ setup-deb: setup
 
 test-deb: setup-deb ## the packages in a Debian and an Ubuntu, booted in containers; some minutes
 	@$(PY) -m pytest -m deb tests/deb $(ARGS)
+
+TYPED_TESTS += $(wildcard tests/faults/*.py tests/fuzz/*.py)
+# What the full run asks for: FULL=1.
+FULL ?=
+FUZZ ?= 1000000
+SEED ?= 1
+SOAK ?= 60
+TARGET ?= elf
+
+.PHONY: test-faults fuzz fuzz-guided soak
+test-faults: setup ## kills, cuts, full disks, wrong clocks, strangers (JSON=faults.json FULL=1: for hours; docs/faults.md)
+	@$(if $(FULL),FAULT_KILLS=200 CUT_SECONDS=600 STOP_SECONDS=60 STRANGERS=5000 MALFORMED=100000) \
+		FAULTS_JSON="$(abspath $(JSON))" $(PY) -m pytest -m faults tests/faults $(ARGS)
+
+fuzz: setup ## damaged inputs for every reader of foreign bytes (FUZZ=1000000 ONLY=elf,usdt SEED=1 JSON=fuzz.json)
+	@$(PY) -m tests.fuzz.run --inputs $(FUZZ) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)") \
+		$(if $(JSON),--json "$(JSON)")
+
+fuzz-guided: setup ## one reader under libFuzzer, guided by coverage (TARGET=elf FUZZ=1000000)
+	@test -d build/atheris || $(PY) -m pip install -q --no-deps --target build/atheris "atheris==3.0.0"
+	@$(PY) -m tests.fuzz.guided "$(TARGET)" --runs $(FUZZ)
+
+soak: setup ## 20,000 events/s and processes that come and go: nothing grows (SOAK=3600 JSON=soak.json)
+	@$(PY) -m tests.soak --seconds $(SOAK) $(if $(JSON),--json "$(JSON)")

@@ -40,7 +40,9 @@ _CANDIDATES = (
 _DEEPEP = re.compile(r"(?:.*/)?deep_ep/_C[-.\w]*\.so")
 _NOT_NCCL = re.compile(r"lib(nccl|rccl)[-_](net|profiler|tuner|env|ep|gin)")
 # Around the names that `kind_of` decides on: whole maps are searched before lines are cut.
-_CANDIDATE = re.compile(rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so|parcagpu|mooncake_ep)|/(?:deep|nixl)_ep")
+_CANDIDATE = re.compile(
+    rb"/lib(?:[nr]ccl|torch_cpu\.so|cuda\.so|parcagpu|mooncake_ep)|/(?:deep|nixl)_ep"
+)
 # Executable mappings of files. Nothing below /dev: opening a device may do something to it.
 _CODE = re.compile(rb"^(\S+) r-x\S \S+ (\S+) ([1-9]\d*) +(/(?!dev/).+)$", re.MULTILINE)
 _DRIVER = re.compile(rb"/lib(?:cuda|amdhip64|hsa-runtime64)\.so")

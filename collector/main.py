@@ -6,6 +6,7 @@ Snapshot ─► /metrics, JSON, /readyz (HTTP threads) ─► Prometheus, `top`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from lanterne.collector.otlp import Pusher
 
 log = logging.getLogger("lanterne.collector")
+
+SIGNAL_SECONDS = 0.5  # until a signal is noticed, at the latest
 
 
 def run(argv: Sequence[str] | None = None) -> None:
@@ -190,13 +193,20 @@ class Collector:
         # Both sockets are bound: now it can only be stopped.
         try:
             self._start(http, ingest_port, ports)
-            while (asked := self._asked.get()) == signal.SIGHUP:
+            while (asked := self._next_asked()) == signal.SIGHUP:
                 self._reload()
             if not asked:
                 log.error("the ingest process has ended by itself: its own messages say why")
         finally:
             self._stop(http, ports)
         return 0 if asked else 1
+
+    def _next_asked(self) -> int:
+        while True:
+            # A signal that comes just before the wait begins does not end it: handlers run between
+            # two waits.
+            with contextlib.suppress(queue.Empty):
+                return self._asked.get(timeout=SIGNAL_SECONDS)
 
     def _reload(self) -> None:
         if self._reloader is None:

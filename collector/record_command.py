@@ -6,6 +6,7 @@ agents are told to come again, as by any collector that is full.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import signal
@@ -22,6 +23,7 @@ from lanterne.collector.recording import Header
 log = logging.getLogger("lanterne.collector")
 
 TOLD_SECONDS = 60.0  # between lines of the log
+SIGNAL_SECONDS = 0.5  # until a signal is noticed, at the latest
 
 
 def record(
@@ -82,13 +84,13 @@ def _tell(
     """How it goes, now and then; returns when a signal asks to stop."""
     due = time.monotonic() + TOLD_SECONDS
     while True:
-        try:
-            if asked.get(timeout=max(0.0, due - time.monotonic())) != signal.SIGHUP:
+        # In short waits: a signal that comes just before one begins does not end it.
+        with contextlib.suppress(queue.Empty):
+            if asked.get(timeout=SIGNAL_SECONDS) != signal.SIGHUP:
                 return
             reload()
+        if time.monotonic() < due:
             continue
-        except queue.Empty:
-            pass
         counts = recorder.counts()
         log.info(
             "%d nodes, %d frames in %d bytes, %d not recorded",

@@ -3,10 +3,10 @@
     .venv/bin/python -m tests.soak --seconds 3600 --json soak.json
 
 A process makes 20,000 calls a second under the probes of a real agent, and every second others
-start, call and end. Memory, descriptors and CPU of agent and collector are sampled. Memory counts as
-flat where the Theil-Sen slope of its samples is not told from zero, or grows the memory by less than
-two per cent in the time that was watched. The exit status is 1 where memory or descriptors grow, or
-events were lost. CPU is told and judged, and fails nothing: it depends on who else is running.
+start, call and end. Memory, descriptors and CPU of agent and collector are sampled. Memory counts
+as flat where the Theil-Sen slope of its samples is not told from zero, or grows the memory by less
+than two per cent in the time that was watched. The exit status is 1 where memory or descriptors
+grow, or events were lost. CPU is told, and fails nothing: it depends on who else is running.
 """
 
 from __future__ import annotations

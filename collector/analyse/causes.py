@@ -62,22 +62,25 @@ class Causes:
         self.klass[lost], self.share[lost] = 0, 0
         for member in lost.tolist():
             self.why.pop(member, None)
+        # Nearly all communicators have nobody to ask about: no array is touched for those.
+        asked = np.concatenate([[0], np.cumsum(verdicts.suspected[:members] | named)]).tolist()
         for comm in observed:
-            self._communicator(stats[comm.slot], comm, verdicts, loads)
+            s = stats[comm.slot]
+            self.recoverable[comm.slot] = costs.share(
+                s.recoverable, s.instances, comm.rows, comm.span_ns
+            )
+            if asked[comm.base + comm.ranks] > asked[comm.base]:
+                self._communicator(s, comm, verdicts, loads)
         for member, finding in paths.items():
             self._path(member, finding)
 
     def _communicator(self, s: KindStats, comm: Observed, verdicts: Verdicts, loads: Loads) -> None:
         members = slice(comm.base, comm.base + comm.ranks)
         named = np.flatnonzero(verdicts.named[members])
-        each, every = costs.shares(
-            s.own, s.recoverable, s.instances, named, comm.rows, comm.span_ns
+        self.share[comm.base + named] = costs.gains(
+            s.own, s.instances, named, comm.rows, comm.span_ns
         )
-        self.recoverable[comm.slot] = every
-        self.share[comm.base + named] = each
         suspects = np.flatnonzero(verdicts.suspected[members] | verdicts.named[members])
-        if not len(suspects):
-            return
         load = loads.of(comm.base, comm.ranks)
         witness = self._witnesses.of(
             comm.base,

@@ -67,27 +67,32 @@ def _gained(own: F32, factor: F64) -> F64:
     return mean
 
 
-def shares(
-    owns: Sequence[F32],
-    recoverable_ns: Sequence[float],
-    instances: Sequence[int],
-    suspects: I64,
-    rows: int,
-    span_ns: float,
-) -> tuple[F64, float]:
-    """-> [suspect] share of the time that comes back with this rank fixed, and with all ranks.
+def share(
+    recoverable_ns: Sequence[float], instances: Sequence[int], rows: int, span_ns: float
+) -> float:
+    """Share of the time that comes back with every rank at its peers' pace, 0..1.
 
-    owns, recoverable_ns, instances: of each kind of operation [rank, sampled instance] own times in
-    ns, what `recoverables` says of them, and how often it was seen; rows, span_ns: timed operations
-    of all kinds, and the time they took.
+    recoverable_ns, instances: of each kind of operation what `recoverables` says, and how often it
+    was seen; rows, span_ns: timed operations of all kinds, and the time they took.
     """
-    if not owns or span_ns <= 0:
-        return np.zeros(len(suspects)), 0.0
     total = sum(instances)
-    weight = [count * rows / total / span_ns for count in instances]
-    each = np.zeros(len(suspects))
-    if len(suspects):
-        for factor, own in zip(weight, owns, strict=True):
-            each += factor * gain(own, suspects)
-    every = sum(factor * ns for factor, ns in zip(weight, recoverable_ns, strict=True))
-    return np.clip(each, 0.0, 1.0), min(max(every, 0.0), 1.0)
+    if not total or span_ns <= 0:
+        return 0.0
+    each = sum(ns * count for ns, count in zip(recoverable_ns, instances, strict=True))
+    return min(max(each * rows / total / span_ns, 0.0), 1.0)
+
+
+def gains(
+    owns: Sequence[F32], instances: Sequence[int], suspects: I64, rows: int, span_ns: float
+) -> F64:
+    """[suspect] share of the time that comes back with this rank fixed.
+
+    owns: of each kind of operation [rank, sampled instance] own times in ns; the rest as `share`.
+    """
+    found = np.zeros(len(suspects))
+    total = sum(instances)
+    if not len(suspects) or not total or span_ns <= 0:
+        return found
+    for own, count in zip(owns, instances, strict=True):
+        found += gain(own, suspects) * (count * rows / total / span_ns)
+    return np.clip(found, 0.0, 1.0)

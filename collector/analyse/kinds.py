@@ -38,6 +38,9 @@ class KindStats:
 
         -> (median, mean, upper quantile) [3, rank], samples [rank], noise, its degrees of freedom.
         """
+        if len(self.kind) == 1:  # of thousands of communicators: nothing to average
+            only = np.array((self.median[0], self.mean[0], self.upper[0]))
+            return only, self.count[0], self.noise[0], self.freedom[0]
         weight = np.array(self.instances, dtype=np.float64)
         share = weight / weight.sum()
         figures = np.array([share @ np.array(v) for v in (self.median, self.mean, self.upper)])

@@ -18,7 +18,7 @@ from tests.stack import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "deb"
 RIG = ROOT / "build" / "rig"  # jobs take a lock there
-PACKAGES = "systemd,dbus,procps,init-system-helpers,python3,python3-bpfcc"
+PACKAGES = "apt,systemd,dbus,procps,init-system-helpers,python3,python3-bpfcc"
 # Debian has no key of Ubuntu's archive: what these sources bring runs in the container only.
 UBUNTU = tuple(
     f"deb [trusted=yes] http://archive.ubuntu.com/ubuntu {suite} main universe"

@@ -13,8 +13,19 @@ class Authority:
         folder.mkdir()
         self._folder = folder
         self.cert = folder / "ca.pem"
-        self._run("req", "-x509", *_CURVE, "-keyout", "ca.key", "-out", "ca.pem", "-days", "30",
-                  "-subj", f"/CN={name}")  # fmt: skip
+        self._run(
+            "req",
+            "-x509",
+            *_CURVE,
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.pem",
+            "-days",
+            "30",
+            "-subj",
+            f"/CN={name}",
+        )
 
     def issue(self, name: str, to: Path, *, address: str = "") -> None:
         """`to`.pem and `to`.key for a DNS name (and an IP address), replaced whole."""
@@ -22,12 +33,28 @@ class Authority:
         self._run("req", *_CURVE, "-keyout", "made.key", "-out", "made.csr", "-subj", f"/CN={name}")
         names = f"subjectAltName=DNS:{name}" + (f",IP:{address}" if address else "")
         (self._folder / "ext").write_text(names + "\n")
-        self._run("x509", "-req", "-in", "made.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-                  "-CAcreateserial", "-days", "30", "-extfile", "ext", "-out", "made.pem")  # fmt: skip
+        self._run(
+            "x509",
+            "-req",
+            "-in",
+            "made.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-days",
+            "30",
+            "-extfile",
+            "ext",
+            "-out",
+            "made.pem",
+        )
         made.with_suffix(".key").chmod(0o600)
         for kind in (".key", ".pem"):
             made.with_suffix(kind).replace(to.with_suffix(kind))
 
     def _run(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True,
-                       timeout=60)  # fmt: skip
+        subprocess.run(
+            ["openssl", *arguments], cwd=self._folder, check=True, capture_output=True, timeout=60
+        )

@@ -31,8 +31,17 @@ RANKS, LAYERS = 4, 2
 SLOW = 1
 # Steps are long against what else this machine does: an agent that comes back counts each rank's
 # operations from anew, and the ranks are brought into step again by the times of their arrivals.
-CONFIG = JobConfig(ranks=RANKS, ranks_per_node=2, tokens=32, hidden=64, layers=LAYERS, zipf=0.3,
-                   attn_us=30_000, expert_us=15_000, mode="eager")  # fmt: skip
+CONFIG = JobConfig(
+    ranks=RANKS,
+    ranks_per_node=2,
+    tokens=32,
+    hidden=64,
+    layers=LAYERS,
+    zipf=0.3,
+    attn_us=30_000,
+    expert_us=15_000,
+    mode="eager",
+)
 SLOWER = 1.2
 
 
@@ -84,10 +93,17 @@ class Account:
 
 
 class Fleet:
-    def __init__(self, folder: Path, nodes: Sequence[str] = ("a", "b"), *,
-                 agent: Sections | None = None, collector: Sections | None = None,
-                 env: Mapping[str, str] | None = None,
-                 collector_env: Mapping[str, str] | None = None, relay: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[str] = ("a", "b"),
+        *,
+        agent: Sections | None = None,
+        collector: Sections | None = None,
+        env: Mapping[str, str] | None = None,
+        collector_env: Mapping[str, str] | None = None,
+        relay: bool = True,
+    ) -> None:
         self.folder = folder
         # Batches that a test has damaged in a spool -> events that they alone told of.
         self.damaged: dict[tuple[str, int, int], int] = {}
@@ -122,8 +138,12 @@ class Fleet:
             self.ledger.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for node in self.nodes.values():
             node.stop_one("agent")
         self.collector.stop_one("collector")
@@ -185,8 +205,13 @@ class Fleet:
         }
         faults = (f"slow-rank:{slow}:{SLOWER}",) if slow >= 0 else ()
         made = replace(config, faults=faults, ranks_per_node=per_node)
-        return Job(made, paths=self.paths[names[0]], env={"LANTERNE_WORKLOAD": workload},
-                   rank_env=rank_env, hold="start")  # fmt: skip
+        return Job(
+            made,
+            paths=self.paths[names[0]],
+            env={"LANTERNE_WORKLOAD": workload},
+            rank_env=rank_env,
+            hold="start",
+        )
 
     def release(self, job: Job) -> None:
         for name, node in self.nodes.items():
@@ -204,20 +229,27 @@ class Fleet:
     def wait_named(self, *expected: tuple[str, int]) -> float:
         """-> seconds until exactly these are named."""
         began = time.monotonic()
-        wait_for(lambda: self.named() == set(expected), PATIENCE,
-                 f"{expected} named, it is {self.named()}\n{self.logs()}")  # fmt: skip
+        wait_for(
+            lambda: self.named() == set(expected),
+            PATIENCE,
+            f"{expected} named, it is {self.named()}\n{self.logs()}",
+        )
         return time.monotonic() - began
 
     def counted(self, workload: str) -> float:
         metrics = self.collector.collector_metrics()
         return metrics.total("lanterne_collective_calls_total", workload=workload)
 
-    def wait_counted(self, job: Job, workload: str = "w") -> None:
-        """Until the collector has every operation of an ended job, and no more."""
+    def wait_counted(self, job: Job, workload: str = "w") -> int:
+        """Until the collector has every operation of an ended job, and no more; -> how many."""
         expected = operations(job)
-        wait_for(lambda: self.counted(workload) >= expected, PATIENCE,
-                 f"{expected} operations at the collector\n{self.logs()}")  # fmt: skip
+        wait_for(
+            lambda: self.counted(workload) >= expected,
+            PATIENCE,
+            f"{expected} operations at the collector\n{self.logs()}",
+        )
         assert self.counted(workload) == expected
+        return expected
 
     def logs(self) -> str:
         return "\n".join(stack.logs(1500) for stack in (self.collector, *self.nodes.values()))
@@ -256,8 +288,9 @@ class Fleet:
         return total
 
     @staticmethod
-    def _add(total: Account, run: Run, delivered: Mapping[int, Entry],
-             damaged: Mapping[int, int]) -> None:  # fmt: skip
+    def _add(
+        total: Account, run: Run, delivered: Mapping[int, Entry], damaged: Mapping[int, int]
+    ) -> None:
         read = max((entry.events_read for entry in delivered.values()), default=0)
         last = max(delivered, default=0)
         gaps = set(range(1, last + 1)) - set(delivered)
@@ -296,8 +329,9 @@ def use_of(pid: int) -> dict[str, float]:
     }
 
 
-def assert_bounded(before: Mapping[str, Mapping[str, float]],
-                   after: Mapping[str, Mapping[str, float]]) -> None:  # fmt: skip
+def assert_bounded(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
+) -> None:
     """What was needed in the fault has been given back, but for pools and caches."""
     for name, now in after.items():
         was = before[name]

@@ -45,8 +45,14 @@ def run(folder: Path, kills: int, seed: int, figures: Callable[..., None]) -> No
             account = fleet.account([job])
             assert fleet.ledger is not None
             assert fleet.ledger.delivered_operations() <= operations(job)
-    figures(kills=kills, **{f"killed_{k}": v for k, v in killed.items()},
-            **asdict(account), verdict_seconds=round(verdict, 1), before=before, after=after)  # fmt: skip
+    figures(
+        kills=kills,
+        **{f"killed_{k}": v for k, v in killed.items()},
+        **asdict(account),
+        verdict_seconds=round(verdict, 1),
+        before=before,
+        after=after,
+    )
     assert account.adds_up
     assert account.delivered > 0
     assert_bounded(before, after)

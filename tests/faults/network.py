@@ -1,4 +1,4 @@
-"""A network namespace with a way to this one, which can be cut without either end being told."""
+"""A network namespace with a way to this one that can be cut: from then on packets vanish."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ class Namespace:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for ours, _ in self._links:
             subprocess.run(["ip", "link", "delete", ours], check=False, capture_output=True)
         _ip("netns", "delete", self.name)
 
     def cut(self) -> None:
-        """From now on what either side sends is dropped, and nobody says so."""
+        """From now on what either side sends is dropped; no connection is reset."""
         _ip("link", "set", self._links[0][0], "down")
 
     def heal(self) -> None:

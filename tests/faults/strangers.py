@@ -1,4 +1,4 @@
-"""Connections of those who are no agents and no Prometheus: many, silent, slow or talking nonsense."""
+"""Connections of those who are no agents and no Prometheus: many, silent, slow or nonsense."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from lanterne.proto import telemetry_pb2 as pb
 from tests.faults.authority import Authority
-from tests.faults.fleet import PATIENCE, SLOW, Fleet, assert_bounded, operations, scale
+from tests.faults.fleet import PATIENCE, SLOW, Fleet, assert_bounded, scale
 from tests.faults.ledger import METHOD
 from tests.faults.strangers import allow_descriptors, connections, slow_readers
 from tests.faults.test_outages import judged, nothing_lost
@@ -47,13 +47,22 @@ def test_strangers(tmp_path: Path, figures: Figures) -> None:
             number = len(held)
         verdict = fleet.wait_named(("w", SLOW))
         job.stop()
-        fleet.wait_counted(job)
+        delivered = fleet.wait_counted(job)
         nothing_lost(fleet)
-        wait_for(lambda: fleet.use()["collector"]["fds"] <= before["collector"]["fds"] + 6,
-                 PATIENCE, "descriptors given back")  # fmt: skip
+        wait_for(
+            lambda: fleet.use()["collector"]["fds"] <= before["collector"]["fds"] + 6,
+            PATIENCE,
+            "descriptors given back",
+        )
         after = fleet.use()
-    figures(connections=number, verdict_seconds=round(verdict, 1), operations=operations(job),
-            before=before, during=during, after=after)  # fmt: skip
+    figures(
+        connections=number,
+        verdict_seconds=round(verdict, 1),
+        operations=delivered,
+        before=before,
+        during=during,
+        after=after,
+    )
     assert number >= wanted // 2
     assert_bounded(before, after)
 
@@ -65,15 +74,24 @@ def test_slow_readers(tmp_path: Path, figures: Figures) -> None:
         with judged(fleet) as job:
             before = fleet.use()
             with slow_readers(fleet.collector.http_port, "/metrics", 64) as held:
-                wait_for(lambda: try_fetch(f"{fleet.collector.collector_url}/metrics"), PATIENCE,
-                         "a page for Prometheus")  # fmt: skip
+                wait_for(
+                    lambda: try_fetch(f"{fleet.collector.collector_url}/metrics"),
+                    PATIENCE,
+                    "a page for Prometheus",
+                )
                 number = len(held)
             verdict = fleet.wait_named(("w", SLOW))
             job.stop()
-            fleet.wait_counted(job)
+            delivered = fleet.wait_counted(job)
             nothing_lost(fleet)
             after = fleet.use()
-    figures(readers=number, verdict_seconds=round(verdict, 1), before=before, after=after)
+    figures(
+        readers=number,
+        operations=delivered,
+        verdict_seconds=round(verdict, 1),
+        before=before,
+        after=after,
+    )
     assert_bounded(before, after)
 
 
@@ -88,8 +106,10 @@ def nonsense(number: int) -> Iterator[bytes]:
         made.CopyFrom(batch)
     old.schema = 0
     billion.communicators[0].n_ranks = 1_000_000_000
-    yield from (pb.Frame(node="evil", batch=m.SerializeToString()).SerializeToString()
-                for m in (old, billion))  # fmt: skip
+    yield from (
+        pb.Frame(node="evil", batch=m.SerializeToString()).SerializeToString()
+        for m in (old, billion)
+    )
     yield pb.Frame(node="evil", batch=b"\xff" * (8 << 20)).SerializeToString()
     for turn in range(number):
         base = rng.choice(valid)
@@ -112,7 +132,7 @@ def test_malformed_and_oversized(tmp_path: Path, figures: Figures) -> None:
                 ended += 1
         verdict = fleet.wait_named(("w", SLOW))
         job.stop()
-        fleet.wait_counted(job)
+        delivered = fleet.wait_counted(job)
         nothing_lost(fleet)
         refused = fleet.collector.collector_metrics()
         counted = refused.total("lanterne_collector_batches_refused_total")
@@ -123,8 +143,16 @@ def test_malformed_and_oversized(tmp_path: Path, figures: Figures) -> None:
         }
         log = fleet.collector.logs(1 << 20)
         after = fleet.use()
-    figures(frames=sum(answers.values()), refused=counted, reasons=len(reasons),
-            streams_ended=ended, verdict_seconds=round(verdict, 1), before=before, after=after)  # fmt: skip
+    figures(
+        operations=delivered,
+        frames=sum(answers.values()),
+        refused=counted,
+        reasons=len(reasons),
+        streams_ended=ended,
+        verdict_seconds=round(verdict, 1),
+        before=before,
+        after=after,
+    )
     assert counted == answers[pb.STATUS_REFUSED] > MALFORMED // 4
     assert {"schema", "n_ranks", "proto"} <= reasons
     assert log.count("cause=schema") == 1
@@ -142,13 +170,22 @@ def test_certificates_renewed_in_flight(tmp_path: Path, figures: Figures) -> Non
     trusted.write_bytes(old.cert.read_bytes())
     for name in ("a", "b", "localhost"):
         old.issue(name, pki / name, address="127.0.0.1" if name == "localhost" else "")
-    collector = {"tls": {"cert": str(pki / "localhost.pem"), "key": str(pki / "localhost.key"),
-                         "client_ca": str(trusted)}}  # fmt: skip
+    collector = {
+        "tls": {
+            "cert": str(pki / "localhost.pem"),
+            "key": str(pki / "localhost.key"),
+            "client_ca": str(trusted),
+        }
+    }
     folder = tmp_path / "fleet"
     folder.mkdir()
     fleet = Fleet(folder, collector=collector, relay=False)
     for name, node in fleet.nodes.items():
-        tls = {"ca": str(trusted), "cert": str(pki / f"{name}.pem"), "key": str(pki / f"{name}.key")}
+        tls = {
+            "ca": str(trusted),
+            "cert": str(pki / f"{name}.pem"),
+            "key": str(pki / f"{name}.key"),
+        }
         lines = ["[tls]", *(f'{key} = "{value}"' for key, value in tls.items())]
         node.agent_config.write_text(node.agent_config.read_text() + "\n".join(lines) + "\n")
     with fleet, judged(fleet) as job:
@@ -167,12 +204,18 @@ def test_certificates_renewed_in_flight(tmp_path: Path, figures: Figures) -> Non
         assert stolen_name(fleet, trusted, pki) == grpc.StatusCode.PERMISSION_DENIED
         verdict = fleet.wait_named(("w", SLOW))
         job.stop()
-        fleet.wait_counted(job)
+        delivered = fleet.wait_counted(job)
         nothing_lost(fleet)
         log = fleet.collector.logs(1 << 20)
         after = fleet.use()
-    figures(rotations=2, seconds=round(seconds, 1), verdict_seconds=round(verdict, 1),
-            operations=operations(job), before=before, after=after)  # fmt: skip
+    figures(
+        rotations=2,
+        seconds=round(seconds, 1),
+        verdict_seconds=round(verdict, 1),
+        operations=delivered,
+        before=before,
+        after=after,
+    )
     assert "node_name" in log
     assert_bounded(before, after)
 
@@ -194,8 +237,11 @@ def acknowledged(fleet: Fleet, more: int) -> None:
         }
 
     was = acked()
-    wait_for(lambda: all(now >= was[name] + more for name, now in acked().items()), PATIENCE,
-             f"batches acknowledged\n{fleet.logs()}")  # fmt: skip
+    wait_for(
+        lambda: all(now >= was[name] + more for name, now in acked().items()),
+        PATIENCE,
+        f"batches acknowledged\n{fleet.logs()}",
+    )
 
 
 def stolen_name(fleet: Fleet, trusted: Path, pki: Path) -> grpc.StatusCode:

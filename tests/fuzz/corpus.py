@@ -40,9 +40,14 @@ def batches() -> list[bytes]:
     _add_context(full)
     loads = [
         load(np.arange(12.0).reshape(3, 4), source="intake", workload="fed"),
-        load(np.ones((2, 6)), source="sglang_dump", unit="physical",
-             logical_of_physical=np.arange(6) % 4, rank_of_expert=np.arange(6) // 2),
-    ]  # fmt: skip
+        load(
+            np.ones((2, 6)),
+            source="sglang_dump",
+            unit="physical",
+            logical_of_physical=np.arange(6) % 4,
+            rank_of_expert=np.arange(6) // 2,
+        ),
+    ]
     reading = Reading("fed", "vllm", "h:1", {"ttft_p50": 0.5})
     for part in expert_wire.parts(loads, [reading]):
         full.expert_loads.extend(part.loads)
@@ -53,19 +58,42 @@ def batches() -> list[bytes]:
 
 def _add_columns(batch: telemetry_pb2.Batch) -> None:
     u8, u32, u64 = (lambda *v, t=t: np.array(v, t).tobytes() for t in ("u1", "<u4", "<u8"))
-    batch.traffic.MergeFrom(telemetry_pb2.Traffic(
-        rows=2, communicator=u32(0, 1), peer=u32(1, 0), sent_bytes=u64(5, 6),
-        received_bytes=u64(6, 5), receives=u64(1, 1), wait_ns=u64(10, 20),
-    ))  # fmt: skip
-    batch.pending.MergeFrom(telemetry_pb2.Pending(
-        rows=1, communicator=u32(3), seq=u32(9), lane=u8(0), op=u8(8), evidence=u8(2),
-        entered_ns=u64(10**9),
-    ))  # fmt: skip
-    batch.stages.MergeFrom(telemetry_pb2.Stages(
-        rows=2, pid=u32(4000, 4000), start_ticks=u64(1, 1), device=u32(0, 0), stage=u8(4, 9),
-        whole=u8(1, 1), count=u64(5, 9), sum_ns=u64(100, 300), union_ns=u64(90, 250),
-        span_ns=u64(0, 10**9),
-    ))  # fmt: skip
+    batch.traffic.MergeFrom(
+        telemetry_pb2.Traffic(
+            rows=2,
+            communicator=u32(0, 1),
+            peer=u32(1, 0),
+            sent_bytes=u64(5, 6),
+            received_bytes=u64(6, 5),
+            receives=u64(1, 1),
+            wait_ns=u64(10, 20),
+        )
+    )
+    batch.pending.MergeFrom(
+        telemetry_pb2.Pending(
+            rows=1,
+            communicator=u32(3),
+            seq=u32(9),
+            lane=u8(0),
+            op=u8(8),
+            evidence=u8(2),
+            entered_ns=u64(10**9),
+        )
+    )
+    batch.stages.MergeFrom(
+        telemetry_pb2.Stages(
+            rows=2,
+            pid=u32(4000, 4000),
+            start_ticks=u64(1, 1),
+            device=u32(0, 0),
+            stage=u8(4, 9),
+            whole=u8(1, 1),
+            count=u64(5, 9),
+            sum_ns=u64(100, 300),
+            union_ns=u64(90, 250),
+            span_ns=u64(0, 10**9),
+        )
+    )
     assert batch.stages.rows < MAX_STAGES
 
 
@@ -75,10 +103,25 @@ def _add_context(batch: telemetry_pb2.Batch) -> None:
     gpu.throttle_reasons.append("sw_thermal")
     gpu.process_memory_bytes[4000] = 7
     process = batch.processes.add(
-        pid=4000, pid_start_ticks=1, command="python", launches=11, graph_launches=2, syncs=3,
-        sync_ns=99, steps=7, blind_steps=5, pod="p", namespace="n", container="c", owner="o",
-        owner_kind="Job", slurm_job="1", slurm_step="0", unit="x.service", mig="MIG-1",
-    )  # fmt: skip
+        pid=4000,
+        pid_start_ticks=1,
+        command="python",
+        launches=11,
+        graph_launches=2,
+        syncs=3,
+        sync_ns=99,
+        steps=7,
+        blind_steps=5,
+        pod="p",
+        namespace="n",
+        container="c",
+        owner="o",
+        owner_kind="Job",
+        slurm_job="1",
+        slurm_step="0",
+        unit="x.service",
+        mig="MIG-1",
+    )
     process.cpu_seconds, process.rss_bytes = 1.5, 99
     process.cuda.add(device=-1, stream=telemetry_pb2.STREAM_KIND_NAMED, launches=11)
     batch.health.events_lost["ring"] = 2
@@ -189,19 +232,32 @@ def stats() -> list[bytes]:
 
 def pod_lists() -> list[bytes]:
     owner = [{"kind": "ReplicaSet", "name": "web-5d4f", "controller": True, "apiVersion": "a/v1"}]
-    labels = {"pod-template-hash": "5d4f", "training.kubeflow.org/job-name": "j",
-              "ray.io/originated-from-crd": "RayJob", "ray.io/originated-from-cr-name": "r"}  # fmt: skip
+    labels = {
+        "pod-template-hash": "5d4f",
+        "training.kubeflow.org/job-name": "j",
+        "ray.io/originated-from-crd": "RayJob",
+        "ray.io/originated-from-cr-name": "r",
+    }
     pod = {
-        "metadata": {"name": "web-5d4f-x", "namespace": "default", "uid": POD, "labels": labels,
-                     "annotations": {"kubernetes.io/config.hash": "ab" * 16},
-                     "ownerReferences": owner},
+        "metadata": {
+            "name": "web-5d4f-x",
+            "namespace": "default",
+            "uid": POD,
+            "labels": labels,
+            "annotations": {"kubernetes.io/config.hash": "ab" * 16},
+            "ownerReferences": owner,
+        },
         "spec": {"nodeName": "n1", "containers": [{"name": "c", "image": "i"}]},
-        "status": {"containerStatuses": [{"name": "c", "containerID": f"containerd://{CONTAINER}"}],
-                   "initContainerStatuses": None},
-    }  # fmt: skip
+        "status": {
+            "containerStatuses": [{"name": "c", "containerID": f"containerd://{CONTAINER}"}],
+            "initContainerStatuses": None,
+        },
+    }
     alone = {"metadata": {"name": "p", "uid": "u"}, "spec": {"nodeName": "n1"}}
-    lists = [{"kind": "PodList", "apiVersion": "v1", "items": items}
-             for items in ([pod, alone], [alone], None)]  # fmt: skip
+    lists = [
+        {"kind": "PodList", "apiVersion": "v1", "items": items}
+        for items in ([pod, alone], [alone], None)
+    ]
     return [json.dumps(one).encode() for one in lists]
 
 
@@ -215,8 +271,10 @@ def pod_resources() -> list[bytes]:
 
 
 def ras_reports() -> list[bytes]:
-    ranks = [{"rank": 0, "host": "10.0.0.1", "pid": 7}, {"rank": 1, "host": "fe80::1%eth0",
-             "pid": -1}]  # fmt: skip
+    ranks = [
+        {"rank": 0, "host": "10.0.0.1", "pid": 7},
+        {"rank": 1, "host": "fe80::1%eth0", "pid": -1},
+    ]
     one = {"hash": 0x1234_5678_9ABC_DEF0, "size": 2, "ranks": ranks}
     return [report([one]).encode(), report([one, one]).encode(), report([]).encode()]
 
@@ -274,18 +332,27 @@ def archives() -> list[bytes]:
 
 def expert_bodies() -> list[bytes]:
     told = {
-        "workload": "w", "engine": "vllm", "unit": "physical", "layers": [0, 3],
-        "counts": [[1, 2, 3, 4], [4, 3, 2, 1.5]], "tokens": [5, 5], "rank_of_expert": [0, 0, 1, 1],
-        "logical_of_physical": [[0, 1, 2, 0], [0, 1, 2, 2]], "source_rank": 1, "cumulative": True,
-    }  # fmt: skip
+        "workload": "w",
+        "engine": "vllm",
+        "unit": "physical",
+        "layers": [0, 3],
+        "counts": [[1, 2, 3, 4], [4, 3, 2, 1.5]],
+        "tokens": [5, 5],
+        "rank_of_expert": [0, 0, 1, 1],
+        "logical_of_physical": [[0, 1, 2, 0], [0, 1, 2, 2]],
+        "source_rank": 1,
+        "cumulative": True,
+    }
     return [json.dumps(told).encode(), json.dumps({"counts": [[1, 2]]}).encode()]
 
 
 def routed_bodies() -> list[bytes]:
     ids = np.array([[[0, 3], [1, -1]], [[2, 3], [2, 0]]], np.int32)
     text = base64.b64encode(_npy(ids)).decode()
-    bodies = [{"routed_experts": text},
-              {"model": "m", "choices": [{"routed_experts": text}, {"text": "x"}]}]  # fmt: skip
+    bodies = [
+        {"routed_experts": text},
+        {"model": "m", "choices": [{"routed_experts": text}, {"text": "x"}]},
+    ]
     return [json.dumps(body).encode() for body in bodies]
 
 
@@ -299,7 +366,8 @@ def dumps() -> list[bytes]:
 def agent_configs() -> list[bytes]:
     more = (
         '[collector]\naddresses = ["a:1", "[::1]:2"]\n[spool]\npath = "/var/x"\n[experts]\n'
-        'engines = [{address = "h:8000", kind = "vllm"}]\n[identity]\nroles = {"ep*" = "dispatch"}\n'
+        'engines = [{address = "h:8000", kind = "vllm"}]\n[identity]\n'
+        'roles = {"ep*" = "dispatch"}\n'
     )
     return [(ROOT / "agent/lanterne-agent.toml").read_bytes(), more.encode(), b"[node]\nname='a'\n"]
 

@@ -42,8 +42,15 @@ class Outcome:
         return sum(int(one["inputs"]) for one in self.tallies)
 
 
-def fuzz(names: Sequence[str], *, inputs: int, seconds: float = 0.0, seed: int = 1,
-         folder: Path, hang_seconds: float = HANG_CPU_SECONDS) -> Outcome:  # fmt: skip
+def fuzz(
+    names: Sequence[str],
+    *,
+    inputs: int,
+    seconds: float = 0.0,
+    seed: int = 1,
+    folder: Path,
+    hang_seconds: float = HANG_CPU_SECONDS,
+) -> Outcome:
     """`inputs` damaged inputs for each target, or as many as fit in so many CPU seconds each."""
     outcome = Outcome()
     left = list(names)
@@ -58,8 +65,15 @@ def fuzz(names: Sequence[str], *, inputs: int, seconds: float = 0.0, seed: int =
 
 
 class _Worker:
-    def __init__(self, names: Sequence[str], inputs: int, seconds: float, seed: int,
-                 folder: Path, hang_seconds: float) -> None:  # fmt: skip
+    def __init__(
+        self,
+        names: Sequence[str],
+        inputs: int,
+        seconds: float,
+        seed: int,
+        folder: Path,
+        hang_seconds: float,
+    ) -> None:
         self._folder = folder
         self._hang_seconds = hang_seconds
         self._shared_path = folder / f"shared-{os.getpid()}"
@@ -67,15 +81,25 @@ class _Worker:
         with self._shared_path.open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), SHARED_BYTES)
         command = [
-            sys.executable, "-m", "tests.fuzz.worker", *names, f"--inputs={inputs}",
-            f"--seconds={seconds}", f"--seed={seed}", f"--shared={self._shared_path}",
+            sys.executable,
+            "-m",
+            "tests.fuzz.worker",
+            *names,
+            f"--inputs={inputs}",
+            f"--seconds={seconds}",
+            f"--seed={seed}",
+            f"--shared={self._shared_path}",
             f"--folder={folder}",
-        ]  # fmt: skip
+        ]
         self._errors = (folder / "worker.log").open("ab")
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._errors, cwd=ROOT, text=True,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=ROOT,
+            text=True,
             env=dict(os.environ) | {"OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         self._hung = ""
 
     def run(self, outcome: Outcome) -> int:
@@ -129,22 +153,46 @@ def _cpu_seconds(pid: int) -> float:
 
 def _show(outcome: Outcome) -> None:
     row = "{:<16} {:>9} {:>9} {:>9} {:>6} {:>8} {:>9} {:>7} {:>4}"
-    print(row.format("target", "inputs", "accepted", "refused", "ways", "CPU s", "slowest ms",
-                     "MB more", "bad"))  # fmt: skip
+    print(
+        row.format(
+            "target",
+            "inputs",
+            "accepted",
+            "refused",
+            "ways",
+            "CPU s",
+            "slowest ms",
+            "MB more",
+            "bad",
+        )
+    )
     for t in outcome.tallies:
-        print(row.format(t["target"], t["inputs"], t["accepted"], t["refused"], t["ways"],
-                         t["seconds"], round(t["slowest_seconds"] * 1e3, 1),
-                         t["memory_bytes"] >> 20, t["findings"]))  # fmt: skip
+        print(
+            row.format(
+                t["target"],
+                t["inputs"],
+                t["accepted"],
+                t["refused"],
+                t["ways"],
+                t["seconds"],
+                round(t["slowest_seconds"] * 1e3, 1),
+                t["memory_bytes"] >> 20,
+                t["findings"],
+            )
+        )
     for one in outcome.findings:
-        print(f"FINDING {one['target']}: {one['finding']}: {one.get('error', '')}\n"
-              f"  input: {one['input']}")  # fmt: skip
+        print(
+            f"FINDING {one['target']}: {one['finding']}: {one.get('error', '')}\n"
+            f"  input: {one['input']}"
+        )
         print("".join(one.get("trace", ())), end="")
     print(f"{outcome.inputs} inputs, {len(outcome.findings)} findings")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=1_000_000, help="of all targets together")
     parser.add_argument("--only", default="", help=f"some of {', '.join(TARGETS)}")
     parser.add_argument("--seed", type=int, default=1)
@@ -160,8 +208,11 @@ def main() -> int:
     outcome = fuzz(names, inputs=-(-args.inputs // len(names)), seed=args.seed, folder=folder)
     _show(outcome)
     if args.json:
-        figures = {"inputs": outcome.inputs, "findings": outcome.findings,
-                   "targets": outcome.tallies}  # fmt: skip
+        figures = {
+            "inputs": outcome.inputs,
+            "findings": outcome.findings,
+            "targets": outcome.tallies,
+        }
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 1 if outcome.findings else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,8 @@ FOUND: list[tuple[str, bytes]] = [
 @pytest.mark.parametrize(("target", "data"), FOUND)
 def test_what_was_once_found(target: str, data: bytes) -> None:
     known: Any = TARGETS[target]
-    try:
+    with contextlib.suppress(known.declared):
         known.make()(data)
-    except known.declared:
-        pass
 
 
 def test_valid_inputs_are_accepted() -> None:
