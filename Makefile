@@ -109,7 +109,7 @@ setup-deb: setup
 test-deb: setup-deb ## the packages in a Debian and an Ubuntu, booted in containers; some minutes
 	@$(PY) -m pytest -m deb tests/deb $(ARGS)
 
-TYPED_TESTS += $(wildcard tests/faults/*.py tests/fuzz/*.py)
+TYPED_TESTS += $(filter-out $(wildcard tests/f*/test_*.py),$(wildcard tests/faults/*.py tests/fuzz/*.py))
 # What the full run asks for: FULL=1.
 FULL ?=
 FUZZ ?= 1000000

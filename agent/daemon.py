@@ -474,16 +474,22 @@ class Agent:
     # -- end --------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """In the order of the data: drain, last window, acknowledgements; then detach."""
+        """In the order of the data: drain, last window; detach, and what came until then; then
+        acknowledgements."""
         self._notifier.stopping()
         try:
             self._drain()
-            self._close_window(final=True)
+            self._close_window(final=self._uprobes is None)
         except Exception:
             log.exception("last window lost")
         if self._uprobes is not None:
             # The kernel takes its time: meanwhile the last batches go out.
             self._uprobes.attacher.release_all()
+            try:
+                self._drain()
+                self._close_window(final=True)
+            except Exception:
+                log.exception("what came while the probes were detached is lost")
         sent = self._stream.close(self._config.collector.shutdown_seconds)
         kept = self._keeper.close(SPOOL_SECONDS) if self._keeper else False
         if not sent:

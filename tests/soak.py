@@ -90,7 +90,7 @@ class Watched:
             "fds_last": int(np.median(fds[-third:])),
             "fds_grow": bool(np.median(fds[-third:]) > np.median(fds[:third]) + 2),
             "threads_last": int(rows[-1, 3]),
-            "cpu_share": round((rows[-1, 4] - rows[0, 4]) / (rows[-1, 0] - rows[0, 0]), 4),
+            "cpu_share": round(float(np.ptp(rows[:, 4]) / np.ptp(rows[:, 0])), 4),
         }
 
 
@@ -121,8 +121,14 @@ class Churn:
 
 def soak(folder: Path, seconds: float, every: float) -> dict[str, Any]:
     paths = build(dest=folder / "lib")
-    state = {"state": {"path": str(folder / "state")}, "analysis": {"ended_seconds": 5}}
-    agent = {"spool": {"path": str(folder / "spool")}, "experts": {"socket": ""}}
+    state: dict[str, dict[str, object]] = {
+        "state": {"path": str(folder / "state")},
+        "analysis": {"ended_seconds": 5},
+    }
+    agent: dict[str, dict[str, object]] = {
+        "spool": {"path": str(folder / "spool")},
+        "experts": {"socket": ""},
+    }
     with Stack(folder, [f"{paths.root}/*"], agent=agent, collector=state) as stack:
         stack.start()
         assert stack.agent is not None

@@ -51,8 +51,11 @@ class Causes:
         paths: dict[int, Finding],
         loads: Loads,
         members: int,
+        group: I64,
     ) -> None:
-        """A window has ended and was judged. `members`: only so many were ever used."""
+        """A window has ended and was judged. `members`: only so many were ever used. group: as
+        `Verdicts.update` was given, whom each rank of the observed communicators is compared with.
+        """
         self._witnesses.begin()
         self.recoverable = {}
         named = verdicts.named[:members]
@@ -64,17 +67,22 @@ class Causes:
             self.why.pop(member, None)
         # Nearly all communicators have nobody to ask about: no array is touched for those.
         asked = np.concatenate([[0], np.cumsum(verdicts.suspected[:members] | named)]).tolist()
+        at = 0
         for comm in observed:
             s = stats[comm.slot]
+            rows = slice(at, at + comm.ranks)
+            at += comm.ranks
             self.recoverable[comm.slot] = costs.share(
                 s.recoverable, s.instances, comm.rows, comm.span_ns
             )
             if asked[comm.base + comm.ranks] > asked[comm.base]:
-                self._communicator(s, comm, verdicts, loads)
+                self._communicator(s, comm, verdicts, loads, group[rows])
         for member, finding in paths.items():
             self._path(member, finding)
 
-    def _communicator(self, s: KindStats, comm: Observed, verdicts: Verdicts, loads: Loads) -> None:
+    def _communicator(
+        self, s: KindStats, comm: Observed, verdicts: Verdicts, loads: Loads, group: I64
+    ) -> None:
         members = slice(comm.base, comm.base + comm.ranks)
         named = np.flatnonzero(verdicts.named[members])
         self.share[comm.base + named] = costs.gains(
@@ -93,7 +101,8 @@ class Causes:
             member = comm.base + rank
             if not verdicts.suspected[member] and self.klass[member] != 0:
                 continue  # in hysteresis: this window does not show why
-            kinds = _kinds(s, comm, use_mean=verdicts.statistic[member] != 0)
+            alike = group == group[rank]
+            kinds = _kinds(s, comm, alike, use_mean=verdicts.statistic[member] != 0)
             by_history = verdicts.method[member] in (OWN_HISTORY, DRIFT)
             risen = float(verdicts.excess[member]) if by_history else math.nan
             cause = attribution.classify(kinds, rank, witness, risen)
@@ -120,7 +129,14 @@ class Causes:
         self.why[member] = finding.why
 
 
-def _kinds(s: KindStats, comm: Observed, *, use_mean: bool) -> list[Kind]:
+def _kinds(
+    s: KindStats, comm: Observed, alike: npt.NDArray[np.bool_], *, use_mean: bool
+) -> list[Kind]:
+    """alike: [rank] those that do the same; what the others do is no measure, and left out."""
+
+    def of_alike(values: F64) -> F64:
+        return np.where(alike, values, np.nan)
+
     found = []
     for k, number in enumerate(s.kind):
         op, role, evidence = comm.kinds[number]
@@ -130,9 +146,9 @@ def _kinds(s: KindStats, comm: Observed, *, use_mean: bool) -> list[Kind]:
                 role=role,
                 evidence=evidence,
                 instances=s.instances[k],
-                own=(s.mean if use_mean else s.median)[k],
-                blocked=s.blocked[k],
-                size=s.size[k],
+                own=of_alike((s.mean if use_mean else s.median)[k]),
+                blocked=of_alike(s.blocked[k]),
+                size=of_alike(s.size[k]),
             )
         )
     return found

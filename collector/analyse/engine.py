@@ -421,8 +421,9 @@ class Engine:
             else:
                 self.verdicts.silence(slot.base, slot.ranks)
         self.verdicts.regroup(self.roles.close(self.registry))
-        self.verdicts.update(stats, observed, *self._groups(observed))
-        self._attribute(stats, observed)
+        groups = self._groups(observed)
+        self.verdicts.update(stats, observed, *groups)
+        self._attribute(stats, observed, groups[0])
 
     def _groups(self, observed: list[verdicts.Observed]) -> tuple[I64, I64, I64]:
         """Whom each observed rank is compared with: in its communicator, and elsewhere."""
@@ -434,7 +435,7 @@ class Engine:
         return self.roles.groups(of, members, slots)
 
     def _attribute(
-        self, stats: dict[int, kinds.KindStats], observed: list[verdicts.Observed]
+        self, stats: dict[int, kinds.KindStats], observed: list[verdicts.Observed], group: I64
     ) -> None:
         """Why the named are slow, and whom transfers are slow with."""
         members, slots = self.registry.members_used, len(self.registry.slots)
@@ -446,4 +447,4 @@ class Engine:
         self.paths.close(self.transfers, spans, self.registry.node)
         self.transfers.close(slots, members)
         named = self.paths.named()
-        self.causes.close(stats, observed, self.verdicts, named, self.loads, members)
+        self.causes.close(stats, observed, self.verdicts, named, self.loads, members, group)

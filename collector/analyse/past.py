@@ -28,7 +28,7 @@ KEEP, OF_KEPT = 0.8, 0.4377  # share of the squares kept, the smallest; their me
 WORTH = 0.55  # values that one such square stands for
 WITHIN_WINDOWS = 16  # over which the noise within windows is averaged
 LEAST_REFERENCE = 3  # windows
-ENOUGH_REFERENCE = 12  # so many tell the noise of a few ranks; fewer do not replace more
+ENOUGH_REFERENCE = 12  # fewer do not replace more
 MOST_REFERENCE = 20
 
 
@@ -41,6 +41,7 @@ class Past:
         self._own = np.zeros((members, STATISTICS, KEPT), np.float32)
         self._usual = np.zeros((members, STATISTICS, 2), np.float32)
         self._square = np.zeros((members, len(LAGS), STATISTICS), np.float32)  # where few
+        self._usual_windows = np.zeros(members, np.int32)  # that it was told from
         self._square_windows = np.zeros(members, np.int32)  # that it was told from
         self._within = np.zeros(members)  # mean square
         self._within_windows = np.zeros(members, np.int32)
@@ -48,7 +49,8 @@ class Past:
 
     def forget(self, members: I64 | slice) -> None:
         self._apart[members] = self._own[members] = self._usual[members] = np.nan
-        self._square[members], self._square_windows[members] = np.nan, 0
+        self._square[members] = np.nan
+        self._usual_windows[members] = self._square_windows[members] = 0
         self._within[members] = self._within_windows[members] = self._calm[members] = 0
 
     def push(self, members: I64, apart: F64, own: F64) -> None:
@@ -116,6 +118,10 @@ class Past:
         kept = self._usual[members]
         return kept[:, :, 0].T.astype(np.float64), kept[:, :, 1].T.astype(np.float64)
 
+    def usual_windows(self, members: I64) -> I64:
+        """[row] how many windows tell what is usual."""
+        return self._usual_windows[members].astype(np.int64)
+
     def learn(self, members: I64, calm: Bool, small: Bool) -> None:
         """Renew what is usual, from windows in a row in which nothing spoke against a member.
 
@@ -135,12 +141,14 @@ class Past:
             apart, own = self._apart[some, :, old], self._own[some, :, old]
             before = before[..., : apart.shape[-1]]
             apart, own = (np.where(before, np.float32(np.nan), x) for x in (apart, own))
-            few = (~np.isnan(apart)).sum(axis=-1) < LEAST_REFERENCE
+            count = (~np.isnan(apart)).sum(axis=-1)
+            known = count[:, 0]
+            more = known >= np.minimum(self._usual_windows[some], ENOUGH_REFERENCE)
             # Of the own time a low quantile: what it is while there is little to do.
             for i, value in enumerate((straggler.middle(apart), _quarter(own))):
-                value[few] = np.nan
-                self._usual[some, :, i] = value
-            known = (~np.isnan(apart[:, 0])).sum(axis=-1)
+                value[count < LEAST_REFERENCE] = np.nan
+                self._usual[some[more], :, i] = value[more]
+            self._usual_windows[some[more]] = known[more]
             enough = np.minimum(self._square_windows[some], ENOUGH_REFERENCE)
             those = np.flatnonzero(small[rows] & (known >= np.maximum(enough, LEAST_REFERENCE)))
             if len(those):

@@ -26,7 +26,7 @@ NO_METHOD, PEERS, OWN_HISTORY, INTERMITTENT, DRIFT = range(5)  # snapshot.METHOD
 HORIZONS = (2, 5, 12)  # windows
 NOISIER = np.array([1.0, 1.0, 1.4])[:, None]  # of each statistic, beside a median's
 MIDDLE_COSTS = 1.1  # standard deviation of the middle windows' mean over that of all
-REFERENCE_COSTS = 1.15  # what is usual is not known exactly either
+MEDIAN_COSTS = np.pi / 2  # variance of a median over that of a mean
 HITS, STRETCHES, LATELY, OF_WINDOWS = 4, 3, 4, 12
 ENOUGH_PEERS = 15
 SCORE_LONG = 6.0  # for less than the full ratio: ranks differ by some per cent for good
@@ -107,6 +107,9 @@ def examine(
     found = Suspects.none(len(members))
     usual, usual_own = past.usual(members)
     newest, _ = past.last(members, 1)
+    # What is usual is not known exactly either: its variance, beside that of a window.
+    unsure = MEDIAN_COSTS / np.maximum(past.usual_windows(members), 1)
+    unsure = np.minimum(unsure * (1 + noise.shared) / (1 - noise.shared), 1.0)
     for horizon in HORIZONS:
         apart, own = past.last(members, horizon)
         apart[:, since < horizon] = np.nan
@@ -129,15 +132,14 @@ def examine(
                 by_peers &= ~half | elsewhere
                 found.add(by_peers, PEERS, horizon, apart, apart / allowed)
             rise = apart - usual
-            by_history = (
-                (newest - usual >= least) & (rise >= least) & (rise >= REFERENCE_COSTS * allowed)
-            )
+            beside = np.sqrt(allowed**2 + unsure * noise.allowed(1) ** 2)
+            by_history = (newest - usual >= least) & (rise >= least) & (rise >= beside)
             by_history &= own - usual_own >= rise / 2  # or it is the peers that got faster
             if by_history.any():
                 by_history &= outside(rise, groups, straggler.SCORE, straggler.FLOOR)
                 crowd = groups.count(_any(by_history)) > np.maximum(2, CROWD * (peers + 1))
                 by_history &= ~crowd | (horizon == HORIZONS[-1])
-                found.add(by_history, OWN_HISTORY, horizon, rise, rise / allowed)
+                found.add(by_history, OWN_HISTORY, horizon, rise, rise / beside)
     _now_and_then(found, past, members, peers, noise, usual, since)
     return found
 

@@ -186,6 +186,8 @@ class Verdicts:
             worth = lost >= self._min_gain
         candidate = found.suspected & worth
         named = self.named[members]
+        # What began as slow throughout ends with that: its windows would count singly for long.
+        candidate &= ~(named & _singly(found.method, found.horizon) & ~self._single(members))
         fresh = candidate & ~named
         before = self.statistic[members]
         clearer = (found.statistic == before) & (found.margin >= self.score[members])
@@ -217,11 +219,13 @@ class Verdicts:
         self.named[members[fresh]] = True
         self.windows[members[named | fresh]] += 1
         enough = np.full(len(members), straggler.CLEAR_AFTER)
-        single = (method == suspects.INTERMITTENT) & (self._horizon[members] == suspects.OF_WINDOWS)
-        enough[single] = CLEAR_NOW_AND_THEN
+        enough[self._single(members)] = CLEAR_NOW_AND_THEN
         enough = np.minimum(enough << np.minimum(self._relapses[members], 4), LONGEST_CALM)
         self._clear(members[named & ~candidate & (self._calm[members] >= enough)])
         self._without_figures(members[silent])
+
+    def _single(self, members: I64) -> Bool:
+        return _singly(self.method[members], self._horizon[members])
 
     def _loses(self, w: Window, found: Suspects, apart: F64, usual: F64) -> F64:
         """[row] share of the time by which the rank is longer on its own than it should be."""
@@ -234,12 +238,17 @@ class Verdicts:
         then = (method == suspects.OWN_HISTORY) | (method == suspects.DRIFT)
         lost = np.where(then, np.fmax(risen, np.where(found.suspected, 0.0, excess)), excess)
         # In single windows: the average over them.
-        singly = (method == suspects.INTERMITTENT) & (found.horizon == suspects.OF_WINDOWS)
-        singly &= found.suspected
+        singly = _singly(method, found.horizon) & found.suspected
         mean = w.own[found.statistic, rows] * -np.expm1(-np.nan_to_num(found.excess))
         lost = np.where(singly, np.fmax(lost, mean), lost)
         share: F64 = lost * w.per_ns
         return share
+
+
+def _singly(method: npt.NDArray[np.integer], horizon: npt.NDArray[np.integer]) -> Bool:
+    """Whether single windows name a rank, not a stretch of them."""
+    found: Bool = (method == suspects.INTERMITTENT) & (horizon == suspects.OF_WINDOWS)
+    return found
 
 
 def _window(stats: dict[int, KindStats], observed: list[Observed]) -> Window:

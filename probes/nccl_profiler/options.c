@@ -3,6 +3,7 @@
  * LANTERNE_PROFILER_CHANNELS  0 (all) to 64, default 8
  * LANTERNE_PROFILER_POOL      16 to 4096 open operations of a communicator, default 512: 128 KiB,
  *                             touched only as far as used
+ * LANTERNE_PROFILER_SETTLE_MS 1 to 10000, default 50: how far channels may report out of order
  *
  * Of a collective the first channels to report are watched. All blocks of a kernel start together,
  * so the start is that of all channels within some microseconds. The end of the last of eight is
@@ -41,6 +42,7 @@ const struct options *options_get(void) {
     options.mode = mode();
     options.channels = number("LANTERNE_PROFILER_CHANNELS", 0, 64, 8);
     options.pool = number("LANTERNE_PROFILER_POOL", 16, 4096, 512);
+    options.settle_ns = number("LANTERNE_PROFILER_SETTLE_MS", 1, 10000, 50) * (uint64_t)1000000;
     known = 1;
   }
   pthread_mutex_unlock(&lock);

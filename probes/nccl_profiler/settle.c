@@ -7,9 +7,10 @@
  * have reported what they ever will. */
 #include "settle.h"
 
+#include "options.h"
+
 #include <string.h>
 
-enum { SETTLED_NS = 50000000 };
 #define STUCK_NS 10000000000u
 
 static uint16_t bounded(unsigned value) { return value < UINT16_MAX ? (uint16_t)value : UINT16_MAX; }
@@ -48,9 +49,9 @@ static bool is_complete(const struct op *op) {
   return op->self_only || (op->expected && op->done >= op->expected);
 }
 
-/* `settled` is the launch time of an operation that has been complete for SETTLED_NS. */
+/* `settled` is the launch time of an operation that has been complete for settle_ns. */
 static void note(struct context *c, uint64_t enqueue, uint64_t now) {
-  if (now - c->done_enqueue.since_ns > SETTLED_NS) {
+  if (now - c->done_enqueue.since_ns > options_get()->settle_ns) {
     c->done_enqueue.settled = c->done_enqueue.earlier;
     c->done_enqueue.earlier = c->done_enqueue.latest;
     c->done_enqueue.since_ns = now;

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -215,7 +216,7 @@ class Fleet:
 
     def release(self, job: Job) -> None:
         for name, node in self.nodes.items():
-            wait_for(lambda node=node: attached(node), PATIENCE, f"libraries of {name} attached")
+            wait_for(partial(attached, node), PATIENCE, f"libraries of {name} attached")
         job.release()
         job.wait_ready()
 
@@ -229,11 +230,20 @@ class Fleet:
     def wait_named(self, *expected: tuple[str, int]) -> float:
         """-> seconds until exactly these are named."""
         began = time.monotonic()
-        wait_for(
-            lambda: self.named() == set(expected),
-            PATIENCE,
-            f"{expected} named, it is {self.named()}\n{self.logs()}",
-        )
+        try:
+            wait_for(lambda: self.named() == set(expected), PATIENCE, f"{expected} named")
+        except TimeoutError as error:
+            absent = self.collector.collector_metrics().get("lanterne_communicator_waits_absent")
+            raise TimeoutError(f"{error}: {self.named()}, {absent}\n{self.logs()}") from None
+        return time.monotonic() - began
+
+    def wait_named_anew(self, *expected: tuple[str, int]) -> float:
+        """The same, of operations that came since: the fault may have left old figures."""
+        began = time.monotonic()
+        workload = expected[0][0]
+        seen = self.counted(workload)
+        wait_for(lambda: self.counted(workload) > seen + 100, PATIENCE, "new operations")
+        self.wait_named(*expected)
         return time.monotonic() - began
 
     def counted(self, workload: str) -> float:
@@ -310,13 +320,13 @@ def attached(node: Stack) -> bool:
 
 def events(job: Job) -> int:
     """Calls of an ended job that a probe takes note of."""
-    return sum(truth["calls"].get(name, 0) for truth in job.truths() for name in ENQUEUED)
+    return sum(int(truth["calls"].get(name, 0)) for truth in job.truths() for name in ENQUEUED)
 
 
 def operations(job: Job) -> int:
     """The same as operations: a group of sends and receives is one."""
     each = 2 * job.config.layers + 1
-    return sum(truth["steps"] for truth in job.truths()) * each
+    return each * sum(int(truth["steps"]) for truth in job.truths())
 
 
 def use_of(pid: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.faults.fleet import SLOW, Fleet, assert_bounded, operations
+from tests.faults.fleet import PATIENCE, SLOW, Fleet, assert_bounded, operations
 from tests.stack import wait_for
 
 
@@ -36,12 +36,13 @@ def run(folder: Path, kills: int, seed: int, figures: Callable[..., None]) -> No
                     fleet.start_agent(victim)
             verdict = fleet.wait_named(("w", SLOW))
             after = fleet.use()
+            settle(fleet)
+            # The job goes on: of a stop in good order nothing may be lost, to the last call.
+            for name in fleet.nodes:
+                fleet.end_agent(name, kill=False)
             job.stop()
             assert [truth["state"] for truth in job.truths()] == ["stopped"] * job.config.ranks
             assert all(truth["data_errors"] == 0 for truth in job.truths())
-            settle(fleet)
-            for name in fleet.nodes:
-                fleet.end_agent(name, kill=False)
             account = fleet.account([job])
             assert fleet.ledger is not None
             assert fleet.ledger.delivered_operations() <= operations(job)
@@ -60,12 +61,10 @@ def run(folder: Path, kills: int, seed: int, figures: Callable[..., None]) -> No
 
 def settle(fleet: Fleet) -> None:
     """Until the agents have sent what earlier runs left, and have no more than a window waiting."""
-    for node in fleet.nodes.values():
-        wait_for(
-            lambda node=node: (
-                node.agent_metrics().total("lanterne_agent_queue_batches") <= 1
-                and node.agent_metrics().total("lanterne_agent_spool_batches") <= 1
-            ),
-            120,
-            f"everything sent\n{fleet.logs()}",
-        )
+
+    def settled() -> bool:
+        pages = [node.agent_metrics() for node in fleet.nodes.values()]
+        waiting = ("lanterne_agent_queue_batches", "lanterne_agent_spool_batches")
+        return all(page.total(name) <= 1 for page in pages for name in waiting)
+
+    wait_for(settled, PATIENCE, f"everything sent\n{fleet.logs()}")

@@ -83,7 +83,8 @@ class Ledger:
                 yield data
 
         with grpc.insecure_channel(self._target, options=OPTIONS) as channel:
-            call: Any = channel.stream_stream(METHOD)(outgoing())
+            stub: Any = channel.stream_stream
+            call: Any = stub(METHOD)(outgoing())
             context.add_callback(call.cancel)
             try:
                 for answer in call:

@@ -16,7 +16,17 @@ class Preload:
 
     def __init__(self, folder: Path, *, slow: Path | None = None) -> None:
         library, control = folder / "preload.so", folder / "preload.control"
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-o", library, SOURCE]
+        command: list[str | Path] = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-o",
+            library,
+            SOURCE,
+        ]
         subprocess.run([*command, "-ldl"], check=True, timeout=60)
         control.write_bytes(b"\0" * _NUMBERS.size)
         self._file = control.open("r+b")

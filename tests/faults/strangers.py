@@ -6,7 +6,7 @@ import contextlib
 import random
 import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 GREETINGS = (
     b"",
@@ -27,16 +27,17 @@ def allow_descriptors(number: int) -> int:
 
 
 @contextlib.contextmanager
-def connections(ports: Sequence[int], number: int) -> Iterator[list[socket.socket]]:
-    """Open at the same time, each with one of the greetings; those that were taken."""
-    rng = random.Random(number)
+def connections(numbers: Mapping[int, int]) -> Iterator[list[socket.socket]]:
+    """So many of each port open at the same time, each with one of the greetings; those that were
+    taken."""
+    rng = random.Random(7)
     held: list[socket.socket] = []
     try:
-        for turn in range(number):
+        for port in (port for port, number in numbers.items() for _ in range(number)):
             one = socket.socket()
-            one.settimeout(5)
+            one.settimeout(1)
             try:
-                one.connect(("127.0.0.1", ports[turn % len(ports)]))
+                one.connect(("127.0.0.1", port))
                 one.sendall(rng.choice(GREETINGS))
             except OSError:
                 one.close()

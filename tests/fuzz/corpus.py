@@ -9,6 +9,7 @@ import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,14 @@ def batches() -> list[bytes]:
     return [one.SerializeToString() for one in (plain, full, bare)]
 
 
+def _column(kind: str) -> Callable[..., bytes]:
+    return lambda *values: np.array(values, kind).tobytes()
+
+
+u8, u32, u64 = (_column(kind) for kind in ("u1", "<u4", "<u8"))
+
+
 def _add_columns(batch: telemetry_pb2.Batch) -> None:
-    u8, u32, u64 = (lambda *v, t=t: np.array(v, t).tobytes() for t in ("u1", "<u4", "<u8"))
     batch.traffic.MergeFrom(
         telemetry_pb2.Traffic(
             rows=2,

@@ -9,6 +9,7 @@ inputs for one target, where `run` gives some to all of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 import tempfile
@@ -40,10 +41,8 @@ def main() -> int:
     read = target.make()
 
     def one(data: bytes) -> None:
-        try:
+        with contextlib.suppress(*target.declared):
             read(data)
-        except target.declared:
-            pass
 
     options = [f"-runs={args.runs}", "-timeout=30", "-rss_limit_mb=1024", "-max_len=65536"]
     where = f"-artifact_prefix={folder}/found-"

@@ -144,7 +144,7 @@ def part(cut: Callable[[bytes], tuple[int, int]]) -> Mutator:
         begin, end = cut(data)
         end = min(end, len(data))
         piece = bytearray(data[begin:end])
-        for _ in range(rng.choice((1, 1, 2, 4))):
+        for _turn in range(rng.choice((1, 1, 2, 4))):
             rng.choice((_flip, _byte, _byte, _number))(rng, piece, ())
         return data[:begin] + bytes(piece) + data[end:]
 
@@ -171,7 +171,8 @@ def message(kind: type[Message]) -> Mutator:
 
 
 def _field(rng: random.Random, made: Message) -> None:
-    field = rng.choice(made.DESCRIPTOR.fields)
+    fields: Any = made.DESCRIPTOR.fields
+    field: FieldDescriptor = rng.choice(fields)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         _map(rng, getattr(made, field.name), field)
     elif field.is_repeated:
@@ -188,6 +189,7 @@ def _field(rng: random.Random, made: Message) -> None:
 
 
 def _map(rng: random.Random, found: Any, field: FieldDescriptor) -> None:
+    assert field.message_type is not None
     key, value = (field.message_type.fields_by_name[n] for n in ("key", "value"))
     for _ in range(rng.choice((1, 1, 3, 100))):
         found[_value(rng, key, None)] = _value(rng, value, None)

@@ -422,7 +422,9 @@ def test_p2p_call_without_its_group_counts_for_itself() -> None:
 
 
 def storm_of(kind: str, version: int, comms: int, count: int) -> None:
-    play = Play(version, kind=kind, env={"LANTERNE_PROFILER_POOL": "4096"})
+    # The storm reports channels in any order, and a thread may be stopped for long in between.
+    env = {"LANTERNE_PROFILER_POOL": "4096", "LANTERNE_PROFILER_SETTLE_MS": "10000"}
+    play = Play(version, kind=kind, env=env)
     for probe in ("op_done", "comm_init", "p2p_task", "comm_end"):
         play.arm(probe)
     play.say("storm", comms, count, 100 * version)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.bench.detect import cases, day, document, matrices, runs, summary
 
-MATRIX_REPEATS = 8
+MATRIX_REPEATS = 4
 
 
 def measure(*, quick: bool, seeds: str, workers: int) -> dict[str, Any]:
