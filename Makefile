@@ -44,7 +44,7 @@ demo-torch: setup-torch ## the same with real PyTorch processes and Gloo
 	@$(PY) -m tests.demo --torch "$(TORCH_PY)" $(FLAGS)
 
 test: setup ## unit, contract, kernel and end-to-end tests (ARGS= goes to pytest)
-	@$(PY) -m pytest -m "not torch and not nccl and not deb and not faults" $(ARGS)
+	@$(if $(ARGS),$(PY) -m pytest -m "not torch and not nccl and not deb and not faults and not helm" $(ARGS),bash tests/suite.sh)
 
 test-torch: setup-torch ## end to end with real PyTorch and Gloo
 	@LANTERNE_TORCH_PYTHON="$(TORCH_PY)" $(PY) -m pytest -m torch $(ARGS)

@@ -64,6 +64,9 @@ CASES = [
     ),
 ]
 
+# What a single run does with: on device evidence the modes differ only in what the host sees.
+ONCE = [case for case in CASES if case.mode != "run-ahead"]
+
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> RigPaths:
@@ -114,7 +117,7 @@ def classes(stack: Stack, workload: str) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("run", range(RUNS))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES if RUNS > 1 else ONCE, ids=str)
 def test_fault_gets_its_class(
     stack: Stack, paths: RigPaths, plugin: Path, case: Case, run: int
 ) -> None:

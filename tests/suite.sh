@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# All of `make test`: what only computes runs beside what probes this host, which must be alone with
+# it (an agent sees the jobs of every other test). Prints the first part's report before the
+# second's closing lines.
+set -uo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+PY=.venv/bin/python
+KINDS="not torch and not nccl and not deb and not faults and not helm"
+# These look at this host, too.
+HOST=(tests/unit/test_doctor.py tests/unit/test_doctor_deployment.py tests/unit/test_agent_main.py)
+PURE=(tests/unit tests/contract tests/fuzz tests/plugin tests/security/test_web_config.py
+  tests/security/test_collector_over_tls.py tests/e2e/test_detection_floors.py
+  tests/e2e/test_dashboards.py tests/e2e/test_otlp.py tests/e2e/test_prometheus.py)
+
+mkdir -p build
+nice -n 5 "$PY" -m pytest -m "$KINDS" -o cache_dir=build/pytest-pure "${HOST[@]/#/--ignore=}" \
+  "${PURE[@]}" >build/test-pure.log 2>&1 &
+pure=$!
+trap 'kill $pure 2>/dev/null' INT TERM
+"$PY" -m pytest -m "$KINDS" "${PURE[@]/#/--ignore=}" tests 2>&1 | tee build/test-host.log
+host=${PIPESTATUS[0]}
+# The three that were ignored with their folder.
+"$PY" -m pytest -m "$KINDS" "${HOST[@]}" >build/test-doctor.log 2>&1
+doctor=$?
+wait $pure
+pure=$?
+printf '\n--- beside it: what only computes ---\n'
+cat build/test-pure.log build/test-doctor.log
+printf '\n--- what probes this host ---\n'
+sed -n '/short test summary info/,$p' build/test-host.log | grep . || tail -n 1 build/test-host.log
+exit $((pure || host || doctor))
