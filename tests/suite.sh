@@ -13,7 +13,8 @@ PURE=(tests/unit tests/contract tests/fuzz tests/plugin tests/security/test_web_
   tests/e2e/test_dashboards.py tests/e2e/test_otlp.py tests/e2e/test_prometheus.py)
 
 mkdir -p build
-nice -n 5 "$PY" -m pytest -m "$KINDS" -o cache_dir=build/pytest-pure "${HOST[@]/#/--ignore=}" \
+# bash makes background jobs deaf to Ctrl-C, and some tests press it.
+nice -n 5 env --default-signal=INT "$PY" -m pytest -m "$KINDS" -o cache_dir=build/pytest-pure "${HOST[@]/#/--ignore=}" \
   "${PURE[@]}" >build/test-pure.log 2>&1 &
 pure=$!
 trap 'kill $pure 2>/dev/null' INT TERM
