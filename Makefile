@@ -120,7 +120,8 @@ TARGET ?= elf
 .PHONY: test-faults fuzz fuzz-guided soak
 test-faults: setup ## kills, cuts, full disks, wrong clocks, strangers (JSON=faults.json FULL=1: for hours; docs/faults.md)
 	@$(if $(FULL),FAULT_KILLS=200 CUT_SECONDS=600 STOP_SECONDS=60 STRANGERS=5000 MALFORMED=100000) \
-		FAULTS_JSON="$(abspath $(JSON))" $(PY) -m pytest -m faults tests/faults $(ARGS)
+		RUNS=$(if $(FULL),10,1) LANTERNE_CHURN=1000 FAULTS_JSON="$(abspath $(JSON))" \
+		$(PY) -m pytest -m faults tests/faults tests/e2e $(ARGS)
 
 fuzz: setup ## damaged inputs for every reader of foreign bytes (FUZZ=1000000 ONLY=elf,usdt SEED=1 JSON=fuzz.json)
 	@$(PY) -m tests.fuzz.run --inputs $(FUZZ) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)") \

@@ -1,6 +1,6 @@
 """Short-lived processes that map NCCL, ten a second: nothing stays behind.
 
-Three hundred of them; LANTERNE_CHURN=1000 makes it a thousand.
+A hundred and fifty of them; LANTERNE_CHURN=1000 makes it a thousand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
-PROCESSES = int(os.environ.get("LANTERNE_CHURN", "300"))
+PROCESSES = int(os.environ.get("LANTERNE_CHURN", "150"))
 AT_ONCE = 10
 
 

@@ -39,6 +39,7 @@ def on_disk(spool: Path) -> set[Key]:
     return {(r.epoch, r.sequence) for s in scans for r in s.records if r.kind == segments.BATCH}
 
 
+@pytest.mark.faults  # minutes: make test-faults
 @pytest.mark.timeout(120 + 8 * KILLS)
 def test_kills_at_random_lose_and_repeat_nothing(tmp_path: Path) -> None:
     """What an agent has sent or has on its disk arrives, whoever is killed, in order, once."""
@@ -152,6 +153,7 @@ def test_a_job_that_ran_while_nobody_listened_is_counted_exactly(
         assert counted(stack, "w") == operations
 
 
+@pytest.mark.faults  # minutes: make test-faults
 @pytest.mark.kernel
 @pytest.mark.timeout(300)
 def test_a_crowded_collector_asks_all_for_less_and_loses_nothing(

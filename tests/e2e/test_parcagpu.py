@@ -68,7 +68,7 @@ def start(stack: Stack, paths: RigPaths, injection: Path, every: int = 1, **opti
     return job
 
 
-@pytest.mark.parametrize("mode", ["graph", "run-ahead"])
+@pytest.mark.parametrize("mode", ["graph", pytest.param("run-ahead", marks=pytest.mark.faults)])
 def test_slow_rank_is_named_by_kernels(
     stack: Stack, paths: RigPaths, injection: Path, mode: str
 ) -> None:
@@ -110,6 +110,7 @@ def true_waits(job: Job) -> np.ndarray:
     return waits
 
 
+@pytest.mark.faults  # a minute: make test-faults
 def test_waits_in_graphs_are_spread_as_the_devices_are(
     stack: Stack, paths: RigPaths, injection: Path
 ) -> None:

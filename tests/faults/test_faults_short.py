@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults import kills
 
-pytestmark = [pytest.mark.kernel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.kernel, pytest.mark.faults, pytest.mark.timeout(400)]
 
 
 def test_two_kills(tmp_path: Path, figures: Callable[..., None]) -> None:
