@@ -48,6 +48,7 @@ MAX_CUDA_PROCESSES = 256  # that hold no communicator
 DRAIN_ROWS = 1 << 14  # larger pieces are no faster, and cost memory
 LOOK_SECONDS = 0.05  # between two looks at how full the ring is
 SHORTEST_LOOK = 0.002
+DETACH_SECONDS = 2.0  # what comes later than that is lost
 DRAIN_FILLED = 0.25  # of the ring: do not wait for the time of the next drain
 SCAN_SHARE = 0.01  # of one core, at most, for searching /proc
 LONGEST_SCAN_PAUSE = 5.0
@@ -483,8 +484,8 @@ class Agent:
         except Exception:
             log.exception("last window lost")
         if self._uprobes is not None:
-            # The kernel takes its time: meanwhile the last batches go out.
-            self._uprobes.attacher.release_all()
+            # The kernel takes its time, and until then calls still come in: they are counted there.
+            self._uprobes.attacher.close(DETACH_SECONDS)
             try:
                 self._drain()
                 self._close_window(final=True)

@@ -99,6 +99,14 @@ def test_pods_name_the_workload_and_failures_cost_nothing_else(
         with Job(config, paths=paths, hold="start") as running:
             for one, pid in zip(cgroups, running.pids, strict=False):
                 one.take(pid)
+            # Met from its first call on: one that is met running needs a while to be aligned.
+            wait_for(
+                lambda: (
+                    stack.agent_metrics().total("lanterne_agent_libraries", state="attached") >= 2
+                ),
+                60,
+                f"libraries attached\n{stack.logs()}",
+            )
             running.release()
             running.wait_ready()
             labels_are_right(stack)
