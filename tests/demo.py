@@ -50,6 +50,7 @@ class Scenario:
     include: list[str]
     # The stand-in libnvidia-ml, so that GPUs have numbers as on a real host.
     nvml: Path | None = None
+    klass: str = SLOW_CLASS
 
     def agent_env(self) -> dict[str, str]:
         return {"LD_LIBRARY_PATH": str(self.nvml.parent)} if self.nvml else {}
@@ -148,7 +149,7 @@ def result(scenario: Scenario, seen: dict[str, Any], stack: Stack) -> dict[str, 
     only = next(iter(by_rank.values())) if len(by_rank) == 1 else None
     lost = stack.agent_metrics().total("lanterne_agent_events_lost_total")
     return {
-        "injected": {"rank": scenario.rank, "class": SLOW_CLASS},
+        "injected": {"rank": scenario.rank, "class": scenario.klass},
         "named": only if len(by_rank) <= 1 else list(by_rank.values()),
         "ever_named": sorted(seen["first_named"]),
         "lost_events": int(lost),
@@ -169,7 +170,10 @@ def run(args: argparse.Namespace, folder: Path) -> int:
     if args.torch:
         torch_job.PYTHON = Path(args.torch)
         rank = TORCH_RANKS // 2 if args.rank is None else args.rank
-        scenario = Scenario("PyTorch + Gloo", TORCH_RANKS, rank, ["*/libtorch_cpu.so"])
+        # Without a GPU the rank itself computes, and this one sleeps instead: its host is slow.
+        scenario = Scenario(
+            "PyTorch + Gloo", TORCH_RANKS, rank, ["*/libtorch_cpu.so"], klass="slow_host"
+        )
         make_job = pytorch_job
     else:
         say("building the stand-in libraries")
