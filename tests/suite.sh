@@ -9,7 +9,8 @@ KINDS="not torch and not nccl and not deb and not faults and not helm"
 # These look at this host, too.
 HOST=(tests/unit/test_doctor.py tests/unit/test_doctor_deployment.py tests/unit/test_agent_main.py)
 PURE=(tests/unit tests/contract tests/fuzz tests/plugin tests/security/test_web_config.py
-  tests/security/test_collector_over_tls.py tests/e2e/test_detection_floors.py
+  tests/security/test_collector_over_tls.py tests/security/test_refusals.py
+  tests/security/test_mutual_tls.py tests/security/test_agent_page.py tests/e2e/test_detection_floors.py
   tests/e2e/test_dashboards.py tests/e2e/test_otlp.py tests/e2e/test_prometheus.py)
 
 mkdir -p build
