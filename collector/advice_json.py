@@ -1,8 +1,6 @@
-"""The advice of a Snapshot as JSON. Unknown numbers are null."""
+"""The advice of a Snapshot as JSON. Unknown numbers are null: msgspec writes NaN so."""
 
 from __future__ import annotations
-
-import math
 
 import msgspec
 
@@ -21,21 +19,12 @@ def _piece(advice: AdviceView) -> dict[str, object]:
         "workload": advice.workload,
         "kind": advice.kind,
         "text": advice.text,
-        "gain": _known(advice.gain),
-        "evidence": {name: _known(value) for name, value in advice.evidence.items()},
-        "cost": {name: _known(value) for name, value in advice.cost.items()},
+        "gain": advice.gain,
+        "evidence": dict(advice.evidence),
+        "cost": dict(advice.cost),
         "reason": advice.reason,
         "warning": advice.warning,
-        "options": [
-            {
-                "kind": option.kind,
-                "gain": _known(option.gain),
-                "at_least": _known(option.at_least),
-                "added_slots": option.added_slots,
-                "moved_experts": option.moved_experts,
-            }
-            for option in advice.options
-        ],
+        "options": advice.options,
         "plan": None
         if advice.plan is None
         else {
@@ -44,7 +33,3 @@ def _piece(advice: AdviceView) -> dict[str, object]:
             "physical_to_logical_map": advice.plan.tolist(),
         },
     }
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -11,6 +11,7 @@ the sum over layers of the busiest GPU's load falls.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ from lanterne.collector.analyse.placement import Placement
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+
+Maker = Callable[[F64], Placement]  # a load -> the plan of one kind for it
 
 MIN_GAIN = 0.02  # below, moving weights is not worth its risk
 TRIALS = 8  # newest windows that are scored
@@ -116,7 +119,7 @@ def weigh(
         return Verdict(NOTHING, (NOTHING,), f"only {len(load)} windows with load so far")
     options = [
         _try(name, make, load, current)
-        for name, make in _makers(current, groups, nodes, spare_slots)
+        for name, make in _makers(current, groups, nodes, spare_slots).items()
     ]
     options.sort(key=lambda o: -o.gain)
     safe = [o for o in options if _safe(o, min_gain)]
@@ -133,29 +136,17 @@ def weigh(
     return Verdict(chosen, (*options, NOTHING), f"steady over {chosen.trials} trials")
 
 
-class _Maker:
-    """Makes the plan of one kind from a load."""
-
-    def __init__(self, name: str, current: Placement, slots: int, groups: int, nodes: int) -> None:
-        self._name, self._current = name, current
-        self._slots, self._groups, self._nodes = slots, groups, nodes
-
-    def __call__(self, load: F64) -> Placement:
-        if self._name == "hot_set":
-            return replicate_hot(self._current, load, self._slots)
-        gpus = self._current.gpus
-        return placement.place(load, self._slots, groups=self._groups, nodes=self._nodes, gpus=gpus)
-
-
-def _makers(
-    current: Placement, groups: int, nodes: int, spare_slots: int
-) -> list[tuple[str, _Maker]]:
+def _makers(current: Placement, groups: int, nodes: int, spare_slots: int) -> dict[str, Maker]:
     slots, gpus = current.phy2log.shape[1], current.gpus
     spare = spare_slots // gpus * gpus  # every GPU holds equally many
-    found = [("placement", _Maker("placement", current, slots, groups, nodes))]
+
+    def placed(slots: int) -> Maker:
+        return lambda load: placement.place(load, slots, groups=groups, nodes=nodes, gpus=gpus)
+
+    found: dict[str, Maker] = {"placement": placed(slots)}
     if spare:
-        found.append(("hot_set", _Maker("hot_set", current, slots + spare, groups, nodes)))
-        found.append(("replication", _Maker("replication", current, slots + spare, groups, nodes)))
+        found["hot_set"] = lambda load: replicate_hot(current, load, slots + spare)
+        found["replication"] = placed(slots + spare)
     return found
 
 
@@ -205,7 +196,7 @@ def _plan_load(load: F64) -> F64:
     return planned
 
 
-def _try(name: str, make: _Maker, load: F64, current: Placement) -> Option:
+def _try(name: str, make: Maker, load: F64, current: Placement) -> Option:
     gains = _trials(make, load, current)
     plan = make(_plan_load(load))
     return Option(
@@ -221,7 +212,7 @@ def _try(name: str, make: _Maker, load: F64, current: Placement) -> Option:
     )
 
 
-def _trials(make: _Maker, load: F64, current: Placement) -> F64:
+def _trials(make: Maker, load: F64, current: Placement) -> F64:
     """Gain on each of the newest windows of the plan that the windows before it gave."""
     first = max(1, len(load) - TRIALS)
     return np.array(
