@@ -22,19 +22,32 @@ LOW_CONFIDENCE_TOKENS = 30.0  # per expert; below, chance alone gives large skew
 CAPACITY_FACTOR = 1.25
 
 
-def checked(load: npt.ArrayLike) -> F64:
+def checked(load: npt.ArrayLike, name: str = "load") -> F64:
     """`load` as float64 [..., n]. Raises ValueError where a value cannot be a load."""
     values = np.asarray(load, dtype=np.float64)
     if values.ndim == 0:
-        raise ValueError("load is one number; it must be an array, [experts] or [layers, experts]")
+        raise ValueError(
+            f"{name} is one number; it must be an array, [experts] or [layers, experts]"
+        )
     if values.size:
         low, high = values.min(), values.max()  # NaN if any is
         if not (np.isfinite(low) and np.isfinite(high)):
             bad = values[~np.isfinite(values)][0]
-            raise ValueError(f"load holds {bad}; every value must be a finite number")
+            raise ValueError(f"{name} holds {bad}; every value must be a finite number")
         if low < 0:
-            raise ValueError(f"load holds {low:g}; no expert can have less than nothing")
+            raise ValueError(
+                f"{name} holds {low:g}; no expert can have less than nothing: "
+                "it must be not negative"
+            )
     return values
+
+
+def checked_layers(load: npt.ArrayLike, name: str = "load") -> F64:
+    """The same, [layers, experts] with at least one expert."""
+    values = np.asarray(load, dtype=np.float64)
+    if values.ndim != 2 or values.shape[1] == 0:
+        raise ValueError(f"{name} {values.shape} must be [layers, experts]")
+    return checked(values, name)
 
 
 def skew(load: npt.ArrayLike) -> Figure:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lanterne.collector.analyse import moe
+
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
@@ -180,11 +182,7 @@ def _groups_to_nodes(load: F64, groups: int, nodes: int) -> I64:
 
 
 def _checked(weight: npt.ArrayLike, slots: int, groups: int, nodes: int, gpus: int) -> F64:
-    load = np.asarray(weight, dtype=np.float64)
-    if load.ndim != 2 or load.shape[1] == 0:
-        raise ValueError(f"load {load.shape} must be [layers, experts]")
-    if not np.isfinite(load).all() or (load < 0).any():
-        raise ValueError("load must be finite and not negative")
+    load = moe.checked_layers(weight)
     experts = load.shape[1]
     if min(slots, groups, nodes, gpus) < 1:
         raise ValueError("slots, groups, nodes and gpus must be at least 1")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import placement
+from lanterne.collector.analyse import moe, placement
 from lanterne.collector.analyse.placement import Placement
 
 F64 = npt.NDArray[np.float64]
@@ -112,8 +112,7 @@ def weigh(
             f"history {load.shape} must be [windows, layers, experts] of the current placement, "
             f"{current.logcnt.shape}"
         )
-    if not np.isfinite(load).all() or (load < 0).any():
-        raise ValueError("load must be finite and not negative")
+    load = moe.checked(load)
     load = load[load.sum(axis=(1, 2)) > 0]
     if len(load) <= MIN_TRIALS:
         return Verdict(NOTHING, (NOTHING,), f"only {len(load)} windows with load so far")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lanterne.collector.analyse import moe
+
 F64 = npt.NDArray[np.float64]
 
 GAMMA = 0.001  # step of the routing bias
@@ -29,7 +31,7 @@ def bias_steps(counts: npt.ArrayLike, *, gamma: float = GAMMA, band: float = 0.0
 
     -> float64[layers, experts]. Raises ValueError for counts that are no counts.
     """
-    load = _counts(counts)
+    load = moe.checked_layers(counts, "counts")
     mean = load.mean(axis=1, keepdims=True)
     quiet = np.maximum(band * mean, CHANCE * np.sqrt(mean))
     away = mean - load
@@ -121,7 +123,7 @@ def dropping(counts: npt.ArrayLike, dropped: float) -> Dropping | None:
 
     counts: [layers, experts] assignments wanted. dropped: of them, over all layers.
     """
-    load = _counts(counts)
+    load = moe.checked_layers(counts, "counts")
     if not dropped > 0 or load.sum() <= 0:
         return None
     busy = load[load.sum(axis=1) > 0]
@@ -172,12 +174,3 @@ def shared_with_hot(
         if gain[i] >= least and not math.isnan(gain[i])
     ]
     return sorted(found, key=lambda s: -s.gain)
-
-
-def _counts(counts: npt.ArrayLike) -> F64:
-    load = np.asarray(counts, dtype=np.float64)
-    if load.ndim != 2 or load.shape[1] == 0:
-        raise ValueError(f"counts {load.shape} must be [layers, experts]")
-    if not np.isfinite(load).all() or (load < 0).any():
-        raise ValueError("counts must be finite and not negative")
-    return load
