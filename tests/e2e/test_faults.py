@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lanterne.agent import bpf
+from tests.proc import each
 from tests.rig.rig import Job, JobConfig, RigPaths, build, expected_calls
 from tests.stack import Stack, wait_for
 
@@ -94,8 +95,8 @@ def acknowledged(stack: Stack) -> bool:
 def programs_of(pid: int) -> set[int]:
     """Ids of the BPF programs that a process holds."""
     found = set()
-    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    for _, info in each(Path(f"/proc/{pid}/fdinfo")):
+        fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
         if "prog_id" in fields:
             found.add(int(fields["prog_id"]))
     return found

@@ -17,6 +17,7 @@ import numpy as np
 
 from lanterne.agent import bpf
 from lanterne.probes.layout import COUNTERS
+from tests.proc import each
 
 PIDFD_GETFD = 438  # the same number on every architecture
 PERCPU_ARRAY, ENTRIES = 6, 32  # probes/bpf/state.bpf.c: counters
@@ -66,8 +67,8 @@ class KernelCounts:
 
 def _counters_fd(pid: int) -> int:
     wanted = {"map_type": PERCPU_ARRAY, "max_entries": ENTRIES, "value_size": 8}
-    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
-        fields = dict(re.findall(r"^(\w+):\s*(\d+)$", info.read_text(), re.MULTILINE))
+    for fd, info in each(Path(f"/proc/{pid}/fdinfo")):
+        fields = dict(re.findall(r"^(\w+):\s*(\d+)$", info, re.MULTILINE))
         if all(fields.get(name) == str(value) for name, value in wanted.items()):
-            return int(info.name)
+            return int(fd)
     raise LookupError(f"process {pid} holds no map like the probes' counters: is it an agent?")

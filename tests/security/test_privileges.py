@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lanterne.agent import privileges
+from tests.proc import each
 from tests.rig.rig import RigPaths, build
 from tests.stack import Stack, wait_for
 
@@ -25,16 +26,14 @@ def mask(capabilities: tuple[int, ...]) -> str:
 
 def statuses(pid: int) -> Iterator[dict[str, str]]:
     """Of every thread of a process."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        lines = (task / "status").read_text().splitlines()
-        yield {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    for _, text in each(Path(f"/proc/{pid}/task"), "status"):
+        lines = (line.partition(":") for line in text.splitlines())
+        yield {key: value.strip() for key, _, value in lines}
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    listed = each(Path(f"/proc/{pid}/task"), "children")
+    return [int(child) for _, text in listed for child in text.split()]
 
 
 def assert_holds(pid: int, capabilities: tuple[int, ...]) -> None:
