@@ -213,6 +213,15 @@ def field_offset(code: bytes, address: int) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
+def called(code: bytes, address: int) -> set[int]:
+    """Addresses that a function calls or jumps to directly, outside itself."""
+    return {
+        instruction.operands[0].imm
+        for instruction in _instructions(code, address)
+        if instruction.mnemonic in ("call", "jmp") and instruction.operands[0].type == 2
+    } - set(range(address, address + len(code)))
+
+
 def stored_version(code: bytes, address: int) -> int | None:
     """The one constant that ncclGetVersion(int *) stores, if it looks like a version code."""
     found = set()

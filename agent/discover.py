@@ -6,8 +6,8 @@ no candidate is looked at again only while it is young or maps Python or a GPU d
 such a one is likely to open a library later; all others take turns, a bounded number per scan.
 
 A library is a candidate by its file name. What else a process with a GPU driver maps may hold an
-NCCL that was linked statically, and so may files whose names hint at it: those are handed to
-`linked`, file by file.
+NCCL that was linked statically, or callers of it that tell more, and so may files whose names hint
+at it: those are handed to `linked`, file by file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from pathlib import Path
@@ -201,15 +201,15 @@ def wanted(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
 
 
 class Discovery:
-    """Repeated scans of one /proc. ``holds`` says of a file that is no candidate by name whether an
-    NCCL is in it; None: not known yet, ask again in the next scan."""
+    """Repeated scans of one /proc. ``holds`` says of a file that is no candidate by name what kind
+    of library is in it, "" for none; None: not known yet, ask again in the next scan."""
 
     def __init__(
         self,
         proc: Path,
         include: Sequence[str],
         exclude: Sequence[str],
-        holds: Callable[[int, Mapped], bool | None] | None = None,
+        holds: Callable[[int, Mapped], str | None] | None = None,
         *,
         look_into: Sequence[str] = LOOK_INTO,
     ) -> None:
@@ -329,7 +329,7 @@ class Discovery:
         for mapped in seen.others:
             answer = self._holds(pid, mapped)
             if answer:
-                seen.mapped += (mapped,)
+                seen.mapped += (replace(mapped, kind=answer),)
             elif answer is None:
                 waiting.append(mapped)
         seen.others = tuple(waiting)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lanterne.probes import rccl
 
 from . import code, dwarf
 from .elf import ElfFile, Section
@@ -17,6 +19,7 @@ GETTERS = ("pncclCommUserRank", "pncclCommCount", "pncclCommCuDevice")
 _MEMBERS = ("commHash", "rank", "nRanks", "cudaDev", "busId")
 _MAX_OFFSET = 64 << 20
 _GETTER_BYTES = 4096  # whole functions: tracing and error paths come before the load
+_FIRST_WITH_HASH = 21800
 _FIRST_WITH_MAGIC = 22100
 _VERSION = re.compile(rb"NCCL version (\d{1,2})\.(\d{1,2})\.(\d{1,3})")
 # As the library itself says it; messages of others name versions, too.
@@ -61,18 +64,21 @@ _RANK_BY_BUILD_ID: Mapping[str, int] = {
 
 
 def comm_offsets(
-    file: ElfFile, symbols: Mapping[str, Symbol], version: int | None
+    file: ElfFile, symbols: Mapping[str, Symbol], version: int | None, *, amd: bool = False
 ) -> CommOffsets | None:
     """From the build-id table, else from the machine code of the exported getters, else from the
-    debugging information, else None."""
+    debugging information, else None. ``amd``: it is RCCL. Before 2.18 a communicator keeps no hash,
+    and something else lies where it would be."""
+    if version is not None and version < _FIRST_WITH_HASH:
+        return None
     rank = _RANK_BY_BUILD_ID.get(file.build_id()[:8])
     if rank is not None:
         return _around(rank, rank != 9176, "build_id")
-    return _from_getters(file, symbols, version) or _from_dwarf(file)
+    return _from_getters(file, symbols, version, amd) or _from_dwarf(file)
 
 
 def _from_getters(
-    file: ElfFile, symbols: Mapping[str, Symbol], version: int | None
+    file: ElfFile, symbols: Mapping[str, Symbol], version: int | None, amd: bool
 ) -> CommOffsets | None:
     if platform.machine() != "x86_64" or any(name not in symbols for name in GETTERS):
         return None
@@ -83,7 +89,9 @@ def _from_getters(
     rank, n_ranks, cuda_dev = offsets
     if rank is None or n_ranks != rank + 4 or cuda_dev != rank + 8:
         return None
-    return _around(rank, version is None or version >= _FIRST_WITH_MAGIC, "getters")
+    found = _around(rank, version is None or version >= _FIRST_WITH_MAGIC, "getters")
+    nearer = amd and version is not None and version < rccl.BUS_ID_NEARER_UNTIL
+    return replace(found, bus_id=rank + 24) if nearer else found
 
 
 def _from_dwarf(file: ElfFile) -> CommOffsets | None:

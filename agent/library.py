@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lanterne.probes import catalog, deepep, parcagpu, splits
 from lanterne.probes.nccl_profiler.usdt import PROVIDER
 
-from . import code, libnccl, usdt
+from . import amd_rccl, code, libnccl, usdt
 from .elf import ElfFile
 from .errors import ElfError
 from .libnccl import CommOffsets
@@ -71,19 +71,27 @@ def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
     exported, local = catalog.symbols(library)
     nccl = library is catalog.Library.NCCL
     if library is catalog.Library.GLOO:
-        exported |= {splits.SYMBOL, splits.CONSTRUCTOR}
+        exported |= {*splits.symbols(library), splits.CONSTRUCTOR}
+    else:  # a framework may have linked its NCCL statically
+        exported |= {*splits.symbols(catalog.Library.TORCH)}
     if nccl:
         exported |= {*libnccl.GETTERS, libnccl.VERSION_GETTER}
-    symbols = _functions(file, exported, local, nccl)
+    amd = nccl and amd_rccl.is_one(file)
+    symbols = _functions(file, amd_rccl.names(exported) if amd else exported, local, nccl)
+    symbols = amd_rccl.strong(symbols) if amd else symbols
     dropped = _refused(file, symbols)
     probed = {name: symbol for name, symbol in symbols.items() if name not in dropped}
     rows = catalog.select(library, probed, gloo_rank_offset=_gloo_rank_offset(file, symbols))
+    if amd:
+        rows = amd_rccl.rows(file, rows, symbols)
     if library is catalog.Library.DEEPEP:
         launchers = matching(file, deepep.PATTERN)
         symbols |= launchers
         rows += tuple(row for row in map(deepep.derive, launchers) if row)
     if library is catalog.Library.GLOO:
-        rows += _splits(file, probed)
+        rows += _gloo_splits(file, probed)
+    else:
+        rows += tuple(map(splits.row, splits.select(catalog.Library.TORCH, probed)))
     sites = tuple(_site(file, row, symbols[row.symbol]) for row in rows)
     if nccl and not sites:
         _complain_if_stripped(file)
@@ -94,7 +102,7 @@ def examine(fd: int, kind: str, path: str, host_path: str) -> AttachedLibrary:
         kind=kind,
         build_id=file.build_id(),
         nccl_version=version,
-        comm_offsets=libnccl.comm_offsets(file, symbols, version) if nccl else None,
+        comm_offsets=libnccl.comm_offsets(file, symbols, version, amd=amd) if nccl else None,
         sites=sites,
         state="attached" if sites else "nothing_to_probe",
         error="" if sites else f"none of the functions that Lanterne knows is in {path}",
@@ -162,12 +170,13 @@ def _notes(
     )
 
 
-def _splits(file: ElfFile, symbols: Mapping[str, Symbol]) -> tuple[catalog.Row, ...]:
+def _gloo_splits(file: ElfFile, symbols: Mapping[str, Symbol]) -> tuple[catalog.Row, ...]:
     constructor = symbols.get(splits.CONSTRUCTOR)
-    if constructor is None or splits.SYMBOL not in symbols or os.uname().machine != "x86_64":
+    names = splits.select(catalog.Library.GLOO, symbols)
+    if constructor is None or os.uname().machine != "x86_64":
         return ()
     offsets = code.backend_offsets(code_of(file, constructor), constructor.address)
-    return (splits.row(*offsets),) if offsets else ()
+    return tuple(splits.row(name, offsets) for name in names) if offsets else ()
 
 
 def _gloo_rank_offset(file: ElfFile, symbols: Mapping[str, Symbol]) -> int | None:

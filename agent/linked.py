@@ -1,5 +1,5 @@
 """Which files hold an NCCL of their own under another name: frameworks and programs that link it
-statically, and renamed copies.
+statically, and renamed copies; and which hold PyTorch's process groups that call it.
 
 A file counts if it defines what only the library itself defines. A wrapper that is preloaded, or a
 caller, has ncclGroupEnd at most, not pncclGroupEnd beside it; probing both the wrapper and the
@@ -13,9 +13,13 @@ stripped, counts, too: it cannot be probed, and is told as failed.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from lanterne.probes import splits
+from lanterne.probes.catalog import Library
 
 from . import libnccl
 from .discover import Key, Mapped, ways_to_open
@@ -47,11 +51,11 @@ _SECTION = np.dtype(
 
 
 class Linked:
-    """Remembers for each inode whether an NCCL is in it. Not thread-safe."""
+    """Remembers for each inode what is in it. Not thread-safe."""
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
-        self._known: dict[Key, bool] = {}
+        self._known: dict[Key, str] = {}
         self._files = self._bytes = self._scans = 0
 
     def begin(self) -> None:
@@ -61,8 +65,9 @@ class Linked:
         if self._scans % _FORGET_SCANS == 0 or len(self._known) >= MAX_KNOWN:
             self._known.clear()
 
-    def holds(self, pid: int, mapped: Mapped) -> bool | None:
-        """Whether an NCCL is in the file; None: not looked at yet, ask again in the next scan."""
+    def holds(self, pid: int, mapped: Mapped) -> str | None:
+        """Library kind of what is in the file: "nccl", "torch", "" for nothing; None: not looked at
+        yet, ask again in the next scan."""
         known = self._known.get(mapped.key)
         if known is not None:
             return known
@@ -71,11 +76,11 @@ class Linked:
         self._files -= 1
         fd = self._open(pid, mapped)
         if fd is None:
-            return False  # not remembered: another process may let us at it
+            return ""  # not remembered: another process may let us at it
         try:
             found = self._look(fd, mapped.path)
         except (ElfError, OSError, ValueError, IndexError, OverflowError, MemoryError):
-            found = False  # whatever it is, it is no library that could be probed
+            found = ""  # whatever it is, it is no library that could be probed
         finally:
             os.close(fd)
         self._known[mapped.key] = found
@@ -92,16 +97,18 @@ class Linked:
             os.close(fd)
         return None
 
-    def _look(self, fd: int, path: str) -> bool:
+    def _look(self, fd: int, path: str) -> str:
         needle = MARKS[0].encode() + b"\0"
         tables = self._string_tables(fd)
-        if not any(needle in table for table in tables):
-            # A caller has the name of what it calls; a copy without names has only its texts.
-            kernels = any(DEVICE_CODE in table for table in tables)  # names of sections
-            called = any(CALLED in table for table in tables)
-            return kernels and not called and self._stripped(ElfFile(fd, path))
+        named = any(needle in table for table in tables)
         # The name may stand there as something that is only used.
-        return len(functions(ElfFile(fd, path), MARKS, ())) == len(MARKS)
+        if named and len(functions(ElfFile(fd, path), MARKS, ())) == len(MARKS):
+            return "nccl"
+        # A caller has the name of what it calls; a copy without names has only its texts.
+        if any(CALLED in table for table in tables):
+            return str(Library.TORCH) if _has_splits(ElfFile(fd, path), tables) else ""
+        kernels = any(DEVICE_CODE in table for table in tables)  # names of sections
+        return "nccl" if kernels and self._stripped(ElfFile(fd, path)) else ""
 
     def _stripped(self, file: ElfFile) -> bool:
         """Whether an NCCL without names is in it: it cannot be probed, and that is to be told."""
@@ -128,3 +135,9 @@ class Linked:
                 tables.append(os.pread(fd, length, int(section["offset"])))
         self._bytes -= _MAX_FILE_BYTES - left
         return tables
+
+
+def _has_splits(file: ElfFile, tables: Sequence[bytes]) -> bool:
+    names = splits.symbols(Library.TORCH)
+    named = any(name.encode() in table for name in names for table in tables)
+    return named and bool(functions(file, names, ()))

@@ -30,6 +30,8 @@ class ProbeSettings(Protocol):
     @property
     def device_ring_bytes(self) -> int: ...
     @property
+    def kernel_ring_bytes(self) -> int: ...
+    @property
     def interpreter(self) -> str: ...
     @property
     def method(self) -> str: ...
@@ -50,6 +52,7 @@ class Uprobes:
             ring_bytes=settings.ring_bytes,
             comm_ring_bytes=settings.comm_ring_bytes,
             device_ring_bytes=settings.device_ring_bytes,
+            kernel_ring_bytes=settings.kernel_ring_bytes,
             interpreter=settings.interpreter,
             method=settings.method,
         )

@@ -28,6 +28,7 @@ class Library(StrEnum):
     NCCL_EP = "nccl_ep"
     PROFILER = "profiler"
     PARCAGPU = "parcagpu"
+    TORCH = "torch"
 
 
 class Program(StrEnum):

@@ -7,7 +7,8 @@
 #   setup.sh deb     what boots a Debian in a container (make test-deb)
 #   setup.sh vm      qemu and what builds its images (make test-kernel-vm)
 #   setup.sh nccl    build/nccl/VERSION/libnccl.so.2 of the oldest tested and the newest wheel,
-#                    and the wheels of expert-parallel libraries in build/wheels
+#                    and the wheels of expert-parallel libraries in build/wheels; with NCCL_ALL=1
+#                    more of both, and RCCL in build/rccl
 #
 # Debian 12 and 13, Ubuntu 22.04 and 24.04. Elsewhere, and without root, it says what to install.
 set -euo pipefail
@@ -243,6 +244,38 @@ fetch_wheel() {
   rm -rf "$tmp"
 }
 
+# Debian's RCCL and the C library that it was linked against, of trixie whatever this system is:
+# read and called in a process of its own, never installed. An amd64 system with apt only.
+RCCL_VERSION=5.4.3-3+b1
+fetch_rccl() {
+  local folder=build/rccl tmp
+  [ "$(cat $folder/.version 2>/dev/null)" = "$RCCL_VERSION" ] && return
+  if ! command -v apt-get >/dev/null || [ "$(uname -m)" != x86_64 ]; then
+    say "RCCL is left out: it comes as a package of Debian for amd64"
+    return
+  fi
+  say "downloading librccl1 $RCCL_VERSION (125 MB)"
+  tmp=$(cd "$(mktemp -d build/.rccl.XXXXXX)" && pwd)
+  chmod 755 "$tmp"
+  mkdir -p "$tmp/lists/partial" "$tmp/archives/partial"
+  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
+    "http://deb.debian.org/debian trixie main" >"$tmp/sources.list"
+  # The status of this system is left out, too: apt looks at nothing but that one list.
+  local apt=(apt-get -q -o Dir::Etc::SourceList="$tmp/sources.list" -o Dir::Etc::SourceParts=-
+    -o Dir::State="$tmp" -o Dir::State::status=/dev/null -o Dir::Cache="$tmp" -o APT::Sandbox::User=root)
+  if ! { "${apt[@]}" update && cd "$tmp" && "${apt[@]}" download "librccl1=$RCCL_VERSION" libc6; } \
+    >"$tmp/log" 2>&1 9>&-; then
+    cd "$ROOT"
+    say "RCCL is left out: $(tail -n 1 "$tmp/log")"
+  else
+    cd "$ROOT"
+    rm -rf $folder
+    for package in "$tmp"/*.deb; do dpkg-deb -x "$package" $folder; done
+    printf '%s\n' "$RCCL_VERSION" >$folder/.version
+  fi
+  rm -rf "$tmp"
+}
+
 setup_nccl() {
   local newest
   mkdir -p build/nccl
@@ -256,6 +289,7 @@ setup_nccl() {
     local version
     fetch_wheel nixl-cu12 1.5.1 69
     fetch_wheel mooncake-transfer-engine 0.3.13.post1 98
+    fetch_rccl
     for version in "${NCCL_KNOWN[@]}"; do fetch_nccl "$version"; done
   fi
 }

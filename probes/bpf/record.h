@@ -29,8 +29,8 @@
  * same seq and group, without LANTERNE_F_GROUP.
  *
  * PyTorch's split sizes are a record of func Splits, which is no operation: comm is the process
- * group's object, count the rows that it sends in all, stream those that it receives, peer its rank,
- * seq its size. The peer of a dispatch or combine is the bytes of one token, or, of NCCL EP, its
+ * group's object, count the rows that it sends in all, stream those that it receives, peer its rank
+ * (-1: not told, the thread's next sends are this call's), seq its size. The peer of a dispatch or combine is the bytes of one token, or, of NCCL EP, its
  * elements; -1: unknown.
  *
  * count follows NCCL's API also for gloo's bytes: per rank for all-gather and gather, per peer for

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* c10d::ProcessGroup*::alltoall_base: how many rows of its tensors a rank sends and receives.
+/* c10d::ProcessGroup*'s all-to-all: how many rows of its tensors a rank sends and receives.
  *
  * It is no operation of its own: the transport below it is probed, and tells bytes. The two together
  * tell the bytes of a row, which is a token. `this` is a c10d::Backend. The split sizes are
  * std::vector<int64_t> by reference: begin and end pointer; empty ones mean equal parts, whose rows
- * the arguments do not tell. */
+ * the arguments do not tell. A row that does not say where the rank is has sends in the same thread
+ * right behind it: its vectors tell the size, and where nothing is sent nor received no send
+ * follows, so there is nothing to tell. */
 #define MAX_SPLITS 1024
 
 /* Sum of a vector of `n` entries; -1 where it has another length or cannot be read. */
@@ -32,6 +34,16 @@ static inline bool is_empty(u64 vector)
 	return !bpf_probe_read_user(at, sizeof(at), (void *)vector) && at[0] == at[1];
 }
 
+static inline u32 length_of(u64 vector)
+{
+	u64 at[2];
+
+	if (bpf_probe_read_user(at, sizeof(at), (void *)vector) || at[1] < at[0] ||
+	    (at[1] - at[0]) & 7 || at[1] - at[0] > 8ULL * MAX_SPLITS)
+		return 0;
+	return (u32)((at[1] - at[0]) >> 3);
+}
+
 int alltoall_splits(struct pt_regs *ctx)
 {
 	u64 now = bpf_ktime_get_ns(), id = bpf_get_current_pid_tgid();
@@ -41,6 +53,7 @@ int alltoall_splits(struct pt_regs *ctx)
 	struct lanterne_record *r;
 	struct arguments a;
 	s64 sent, received;
+	bool placed;
 	u32 n;
 
 	if (!row)
@@ -50,9 +63,12 @@ int alltoall_splits(struct pt_regs *ctx)
 	fetch(&a, &row->source[LANTERNE_RECEIVE_VECTOR], &receives);
 	if (is_empty(sends) && is_empty(receives))
 		return 0;
+	placed = row->source[LANTERNE_RANK].kind != LANTERNE_S_NONE;
+	if (!placed)
+		size = length_of(sends);
 	if (fetch(&a, &row->source[LANTERNE_COMM], &object) ||
 	    fetch(&a, &row->source[LANTERNE_RANK], &rank) ||
-	    fetch(&a, &row->source[LANTERNE_N_RANKS], &size) ||
+	    (placed && fetch(&a, &row->source[LANTERNE_N_RANKS], &size)) ||
 	    !size || rank >= size || size > MAX_SPLITS) {
 		count(LANTERNE_N_LOST_READ);
 		return 0;
@@ -64,6 +80,8 @@ int alltoall_splits(struct pt_regs *ctx)
 		count(LANTERNE_N_LOST_READ);
 		return 0;
 	}
+	if (!placed && !sent && !received)
+		return 0;
 	r = ring.ringbuf_reserve(sizeof(*r));
 	if (!r) {
 		count(LANTERNE_N_LOST_RING);
@@ -77,7 +95,7 @@ int alltoall_splits(struct pt_regs *ctx)
 	r->tgid = id >> 32;
 	r->tid = (u32)id;
 	r->seq = n;
-	r->peer = (s32)rank;
+	r->peer = placed ? (s32)rank : -1;
 	r->probe = (u16)probe;
 	r->func = row->func;
 	r->dtype = 255;

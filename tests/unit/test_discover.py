@@ -177,10 +177,10 @@ def test_names_to_look_into(patterns: tuple[str, ...], expected: list[str]) -> N
 
 def test_what_is_not_looked_into_yet_is_asked_about_again(tmp_path: Path) -> None:
     make(tmp_path, 10, OTHERS + CUDA)
-    answers: dict[str, bool | None] = {"/opt/program": None, "/opt/a b/libtorch_cuda.so": False}
+    answers: dict[str, str | None] = {"/opt/program": None, "/opt/a b/libtorch_cuda.so": ""}
     asked: list[str] = []
 
-    def holds(pid: int, mapped: Mapped) -> bool | None:
+    def holds(pid: int, mapped: Mapped) -> str | None:
         assert pid == 10
         asked.append(mapped.path)
         return answers[mapped.path]
@@ -194,10 +194,11 @@ def test_what_is_not_looked_into_yet_is_asked_about_again(tmp_path: Path) -> Non
     named = ["/x/libcuda.so.1", "/opt/nccl/libnccl.so.2"]
     assert sorted(kinds()) == sorted(named)
     assert asked == ["/opt/a b/libtorch_cuda.so", "/opt/program"]
-    answers["/opt/program"] = True
+    answers["/opt/program"] = "torch"
     assert sorted(kinds()) == sorted([*named, "/opt/program"])
     assert asked[2:] == ["/opt/program"]
-    kinds()
+    _, mapped = discovery.scan().processes[10]
+    assert {one.path: one.kind for one in mapped}["/opt/program"] == "torch"
     assert len(asked) == 3
 
 

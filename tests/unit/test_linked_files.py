@@ -11,6 +11,8 @@ import pytest
 from lanterne.agent import linked
 from lanterne.agent.discover import Mapped
 from lanterne.agent.linked import Linked
+from lanterne.probes import splits
+from lanterne.probes.catalog import Library
 
 BOTH = "int pncclGroupEnd(void){return 0;} int pncclAllReduce(void){return 0;}"
 
@@ -33,10 +35,14 @@ def mapped(proc: Path, path: Path, pid: int = 7) -> Mapped:
     return Mapped((status.st_dev, status.st_ino), "nccl", str(path), "1-2", False)
 
 
-def holds(proc: Path, path: Path) -> bool | None:
+def kind(proc: Path, path: Path) -> str | None:
     looker = Linked(proc)
     looker.begin()
     return looker.holds(7, mapped(proc, path))
+
+
+def holds(proc: Path, path: Path) -> bool:
+    return kind(proc, path) == "nccl"
 
 
 VERSION = 'const char version[] = "NCCL version 2.28.9+cuda12.9";'
@@ -111,12 +117,12 @@ def test_each_inode_is_looked_at_once_and_a_scan_has_an_end(
     looker = Linked(tmp_path)
     looker.begin()
     views = [mapped(tmp_path, path) for path in files]
-    assert [looker.holds(7, view) for view in views] == [True, True, None]
+    assert [looker.holds(7, view) for view in views] == ["nccl", "nccl", None]
     looker.begin()
-    assert [looker.holds(7, view) for view in views] == [True, True, True]
+    assert [looker.holds(7, view) for view in views] == ["nccl"] * 3
     for path in files:
         path.unlink()
-    assert [looker.holds(8, view) for view in views] == [True, True, True], "remembered"
+    assert [looker.holds(8, view) for view in views] == ["nccl"] * 3, "remembered"
 
 
 def test_another_file_at_the_path_is_not_taken_for_it(tmp_path: Path) -> None:
@@ -125,4 +131,23 @@ def test_another_file_at_the_path_is_not_taken_for_it(tmp_path: Path) -> None:
     compiled(tmp_path / "lib/y.so", BOTH, "-shared").replace(path)
     looker = Linked(tmp_path)
     looker.begin()
-    assert looker.holds(7, view) is False
+    assert looker.holds(7, view) == ""
+
+
+SPLITS = f"""
+#define NAME __asm__("{splits.symbols(Library.TORCH)[1]}")
+int all_to_all(void) NAME;
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CALLER + SPLITS + "int all_to_all(void) { return g(); }", "torch"),
+        (SPLITS + "int all_to_all(void) { return 0; }", ""),  # calls no NCCL
+        (CALLER + SPLITS + "int f(void) { return all_to_all(); }", ""),  # another library's
+        (BOTH + CALLER + SPLITS + "int all_to_all(void) { return g(); }", "nccl"),
+    ],
+)
+def test_process_groups_that_call_nccl(tmp_path: Path, text: str, expected: str) -> None:
+    assert kind(tmp_path, compiled(tmp_path / "lib/x.so", text, "-shared")) == expected
