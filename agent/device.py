@@ -45,6 +45,7 @@ from lanterne.probes.layout import Func
 from lanterne.probes.nccl_profiler.usdt import OpFlag
 
 ACTIVE_ROUNDS = 5  # windows without an operation until a communicator counts as not told of
+QUIET_ROUNDS = 2  # until it may be stuck
 REPLAYS_FROM = 1 << 23  # above the numbers of the calls that were captured
 SETTLE_NS = 50_000_000  # after its stop, the parts of an operation are all there
 READ_NS = 700_000_000  # a record older than that before a window has been read in the one before
@@ -67,6 +68,7 @@ class Device:
         self._replaying = np.zeros(slots, np.bool_)
         self._replayed = np.zeros((slots, 2), np.int64)  # replays so far, by lane
         self._last_number = np.full((slots, 2), -1, np.int64)  # of the calls that were matched
+        self.last_told = np.full((slots, 2), -1, np.int64)  # by lane, of what has a number
         self._last_seq = np.zeros(slots * KINDS, np.int64)
         self._last_replayed = np.zeros(slots * KINDS, np.bool_)
         self.operations = 0  # told by plugins
@@ -87,6 +89,11 @@ class Device:
         active: Bool = self._round - self._active < ACTIVE_ROUNDS
         return active
 
+    def quiet(self) -> I64:
+        """Slots of which a plugin has told, but not in the last windows: idle, or stuck."""
+        quiet = (self._active >= 0) & (self._round - self._active >= QUIET_ROUNDS)
+        return np.flatnonzero(quiet)
+
     def forget(self, slots: U16) -> None:
         """Before slots are used for other communicators."""
         self._calls.forget(slots)
@@ -98,7 +105,7 @@ class Device:
         self._active[slots] = -ACTIVE_ROUNDS
         self._replaying[slots] = False
         self._replayed[slots] = 0
-        self._last_number[slots] = -1
+        self._last_number[slots] = self.last_told[slots] = -1
         keys = (slots.astype(np.int64)[:, None] * KINDS + np.arange(KINDS)).ravel()
         self._last_seq[keys] = 0
         self._last_replayed[keys] = False
@@ -223,6 +230,7 @@ class Device:
         slot = rows["key"] // KINDS
         p2p = rows["key"] % KINDS == P2P
         seq = self._number_before(slot, p2p.astype(np.int64), rows["start"]) + 1 + rows["number"]
+        np.maximum.at(self.last_told, (slot, p2p.astype(np.int64)), seq)
         timed = rows["stop"] > 0
         sent, received = rows["bytes"].astype(np.uint64), rows["received"].astype(np.uint64)
         peers = np.minimum(rows["tasks"] // 2, 0xFFFF).astype(np.uint16)
@@ -309,6 +317,7 @@ class Device:
         np.maximum.at(self._last_number, (slot[plain], lane[plain]), seq[plain])
         timed = rows["stop"] > 0
         shifted = seq + rows["before"][np.arange(len(rows)), lane]
+        np.maximum.at(self.last_told, (slot, lane), shifted)
         return replace(
             calls,
             seq=shifted.astype(np.uint32),

@@ -9,6 +9,7 @@ from lanterne.collector.align import Tables
 from lanterne.collector.analyse import ops, scoring, totals
 from lanterne.collector.analyse import window as w
 from lanterne.collector.analyse.longest import Longest
+from lanterne.collector.analyse.rank_steps import RankStepsOf
 from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.analyse.scoring import Judged
 from lanterne.collector.analyse.serving import Serving
@@ -32,15 +33,19 @@ class Accounts:
         self._tables, self._window = tables, window
         self._waits, self._registry = waits, registry
         self.serving = Serving()
+        self.rank_steps = RankStepsOf()
         self.longest = Longest()
 
     def add(self, j: Judged, base_of: I64) -> None:
         """Account for J rows, sorted by communicator; `base_of` [slot] is its first member."""
         self._count(j, base_of)
         own, blocked = scoring.own_times(self._tables, j)
-        if self.serving.follows(j):
-            lane = self._tables.table_of[j.rows] % 2
-            self.serving.add(j, own, self._tables.tag[j.rows], lane.astype(np.int64))
+        follows = [s for s in (self.serving, self.rank_steps) if s.follows(j)]
+        if follows:
+            seq = self._tables.tag[j.rows]
+            lane = (self._tables.table_of[j.rows] % 2).astype(np.int64)
+            for each in follows:
+                each.add(j, own, seq, lane)
         timed = (j.outcome == w.SCORED) | (j.outcome == w.CLOCK)
         if not timed.any():
             return

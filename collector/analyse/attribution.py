@@ -40,7 +40,8 @@ class Kind:
     role: int
     evidence: int
     instances: int
-    own: F64  # [rank] median or mean own time before it, ns
+    own: F64  # [rank] median or mean own time before it, ns: in which the rank was found slow
+    mean: F64  # [rank] mean own time before it, ns: what the host's times are held against
     blocked: F64  # [rank] mean time blocked in synchronise before it, wait taken off, ns
     size: F64  # [rank] mean bytes it sends
 
@@ -72,7 +73,8 @@ class _Late:
 
     kind: Kind
     center: float  # peers' own time before it
-    share: float  # of the time, over all kinds; NaN unknown
+    excess: float  # ns an instance, in the mean
+    share: float  # of the time, over all kinds, in the mean; NaN unknown
     by_history: bool = False  # center is what the rank itself used to need
 
 
@@ -104,18 +106,35 @@ def classify(
 def _latest(
     kinds: Sequence[Kind], rank: int, witness: Witness | None, risen: float
 ) -> _Late | None:
-    worst, most, center, total = None, 0.0, math.nan, 0.0
-    by_history = risen > 1
+    worst, most, total = None, 0.0, 0.0
     for kind in kinds:
-        middle = float(kind.own[rank]) / risen if by_history else peers(kind.own, rank)
-        excess = (float(kind.own[rank]) - middle) * kind.instances
-        total += max(excess, 0.0)
-        if excess > most:
-            worst, most, center = kind, excess, middle
+        excess = float(kind.own[rank]) - _usual(kind.own, rank, risen)
+        total += max(_lost(kind, rank, risen), 0.0) * kind.instances
+        if excess * kind.instances > most:
+            worst, most = kind, excess * kind.instances
     if worst is None:
         return None
     span = witness.span_ns if witness is not None else math.nan
-    return _Late(worst, center, total / span if span > 0 else math.nan, by_history)
+    return _Late(
+        kind=worst,
+        center=_usual(worst.own, rank, risen),
+        excess=_lost(worst, rank, risen),
+        share=total / span if span > 0 else math.nan,
+        by_history=risen > 1,
+    )
+
+
+def _usual(own: F64, rank: int, risen: float) -> float:
+    """What the rank's own time should be: its peers', or what it used to be."""
+    return float(own[rank]) / risen if risen > 1 else peers(own, rank)
+
+
+def _lost(kind: Kind, rank: int, risen: float) -> float:
+    """Time that an instance is late by, in the mean. The median of a rank that is slow every other
+    time is one of its two times, whichever: it tells who is slow, but not how much time went where.
+    """
+    mean = float(kind.mean[rank]) - _usual(kind.mean, rank, risen)
+    return mean if mean > 0 else float(kind.own[rank]) - _usual(kind.own, rank, risen)
 
 
 def _host(late: _Late, kinds: Sequence[Kind], rank: int, witness: Witness | None) -> bool | None:
@@ -123,11 +142,11 @@ def _host(late: _Late, kinds: Sequence[Kind], rank: int, witness: Witness | None
     kind = late.kind
     if kind.evidence != ops.DEVICE and bool((kind.blocked > 0).any()):
         # The lateness was spent waiting for the own GPU, or it was not.
-        own, blocked = float(kind.own[rank]), float(kind.blocked[rank])
+        own, blocked = float(kind.mean[rank]), float(kind.blocked[rank])
         if late.by_history:  # its peers may do something else, but wait for their GPUs as much
-            share = peers(kind.blocked / np.maximum(kind.own, 1.0), rank)
-            return share * own - blocked > HALF * share * (own - late.center)
-        return blocked - peers(kind.blocked, rank) < HALF * (own - late.center)
+            share = peers(kind.blocked / np.maximum(kind.mean, 1.0), rank)
+            return share * own - blocked > HALF * share * late.excess
+        return blocked - peers(kind.blocked, rank) < HALF * late.excess
     if kind.evidence == ops.BLOCKING:
         return _starved(late, rank, witness) or _off_cpu(late, rank, witness)
     told = None if kind.evidence == ops.ENQUEUE else _launches_late(late, rank, witness)

@@ -106,6 +106,8 @@ class Causes:
             by_history = verdicts.method[member] in (OWN_HISTORY, DRIFT)
             risen = float(verdicts.excess[member]) if by_history else math.nan
             cause = attribution.classify(kinds, rank, witness, risen)
+            if cause.klass == attribution.UNKNOWN != self.klass[member] and self.klass[member]:
+                continue  # nothing tells any more (its process has ended, say): what told it stays
             self.klass[member] = cause.klass
             self.why[member] = cause.why
 
@@ -147,6 +149,7 @@ def _kinds(
                 evidence=evidence,
                 instances=s.instances[k],
                 own=of_alike((s.mean if use_mean else s.median)[k]),
+                mean=of_alike(s.mean[k]),
                 blocked=of_alike(s.blocked[k]),
                 size=of_alike(s.size[k]),
             )

@@ -1,10 +1,12 @@
 """Communicators that stand still while some of their ranks are in an operation.
 
 A rank has *reached* an operation when its call has returned, or is in flight (a blocking call that
-outlasts a window is told of), or has been enqueued. The ranks that have reached fewer operations
-than others are missing; the others wait for them. Nobody is missing where all are in flight and
-none comes out: then the communication itself is stuck, and nobody is blamed. A communicator in
-which all have reached the same operation and nobody is in flight is idle.
+outlasts a window is told of), or has been enqueued, or when its GPU was given it and has not left
+it (where a profiler plugin tells). The ranks that have reached fewer operations than others are
+missing; the others wait for them. Where all have come, those are missing whose GPU has not started
+it while others' have. Nobody is missing where all are in flight and none comes out: then the
+communication itself is stuck, and nobody is blamed. A communicator in which all have reached the
+same operation and nobody is in flight is idle.
 
 Ranks do not reach operations at one moment, so it counts from the last thing that happened in the
 communicator: the newest return or enqueue of any rank, or the entry of the first that waits.
@@ -20,9 +22,10 @@ import numpy.typing as npt
 
 from lanterne.collector.analyse import ops
 from lanterne.collector.analyse.gather import Flow
+from lanterne.collector.analyse.hang_states import Facts, hosts, of_one, states
 from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.analyse.who import Slot
-from lanterne.collector.snapshot import CLASSES, METHODS, HangView, Ranks
+from lanterne.collector.snapshot import CLASSES, METHODS, HangState, HangView, Ranks
 
 T = TypeVar("T", bound=np.generic)
 I64 = npt.NDArray[np.int64]
@@ -35,6 +38,7 @@ SILENT_NS = 10 * NS  # a node that has not reported for so long says nothing
 COMMON = 40  # operations of the second lane, before they count as the same on all ranks
 UNEVEN = 0.2  # share by which the ranks' numbers may differ there
 COLLECTIVE, P2P = 0, 1
+IN_CALL, LAUNCHED, STARTED = range(3)  # proto Pending.state
 CONFIDENT = 0.95
 
 
@@ -49,6 +53,25 @@ class Hang:
     missing: tuple[int, ...]  # ranks; none: all are in it and none comes out
     gone: tuple[int, ...]  # those of them whose process has ended
     arrived: tuple[int, ...]
+    states: tuple[HangState, ...]
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """[rank] of one communicator and lane, as of now."""
+
+    reached: I64
+    known: Bool
+    alive: Bool
+    in_call: Bool
+    on_device: Bool
+    started: Bool
+    since_ns: I64  # of what is in flight; 0 else
+    far: I64  # number of the last operation that the rank has come to
+
+    @property
+    def inside(self) -> Bool:
+        return self.in_call | self.on_device
 
 
 class Hangs:
@@ -64,15 +87,21 @@ class Hangs:
         self._inside = np.zeros((2, members), np.int64)  # sequence number in flight
         self._entered = np.zeros((2, members), np.int64)  # on the collector's clock
         self._told = np.zeros((2, members), np.int64)
+        self._queued = np.zeros((2, members), np.int64)  # the oldest that its GPU has not left
+        self._started = np.zeros((2, members), bool)  # whether it has started that
+        self._queued_at = np.zeros((2, members), np.int64)  # given or started; collector's clock
+        self._queue_told = np.zeros((2, members), np.int64)
         self._stride = np.zeros(members, np.int64)  # that the newest number was sampled with
         self._moved = np.zeros(slots, np.int64)  # when anything was last told of a communicator
         self.found: dict[int, Hang] = {}
 
     def forget(self, slot: int, base: int, ranks: int) -> None:
         members = slice(base, base + ranks)
-        for array in (self._reached, self._first, self._inside):
+        for array in (self._reached, self._first, self._inside, self._queued):
             array[:, members] = -1
-        self._at[:, members] = self._told[:, members] = self._entered[:, members] = 0
+        for array in (self._at, self._told, self._entered, self._queued_at, self._queue_told):
+            array[:, members] = 0
+        self._started[:, members] = False
         self._stride[base : base + ranks] = 1
         self._moved[slot] = 0
         self.found.pop(slot, None)
@@ -99,12 +128,25 @@ class Hangs:
         self._moved[np.unique(flow.slot)] = now_ns
 
     def add_pending(
-        self, members: I64, slots: I64, lane: U8, seq: I64, op: U8, entered_ns: I64, now_ns: int
+        self,
+        members: I64,
+        slots: I64,
+        lane: U8,
+        seq: I64,
+        op: U8,
+        state: U8,
+        entered_ns: I64,
+        now_ns: int,
     ) -> None:
-        """Calls in flight. entered_ns: on the collector's clock."""
-        self._inside[lane, members] = seq
-        self._entered[lane, members] = entered_ns
-        self._told[lane, members] = now_ns
+        """Calls in flight, and operations on GPUs. entered_ns: on the collector's clock."""
+        call, device = state == IN_CALL, state != IN_CALL
+        for rows, number, since, told in (
+            (call, self._inside, self._entered, self._told),
+            (device, self._queued, self._queued_at, self._queue_told),
+        ):
+            at = lane[rows], members[rows]
+            number[at], since[at], told[at] = seq[rows], entered_ns[rows], now_ns
+        self._started[lane[device], members[device]] = state[device] == STARTED
         waiting = seq > self._reached[lane, members]
         self._op[lane[waiting], members[waiting]] = op[waiting]
         self._moved[slots[self._moved[slots] == 0]] = now_ns
@@ -128,56 +170,90 @@ class Hangs:
         known, complete = registry.process[members] >= 0, registry.complete[members]
         alive, reports = _alive(registry, members, known, now_ns)
         for lane in (COLLECTIVE, P2P):
-            hang = self._of_lane(lane, members, known & reports, complete, alive, now_ns)
+            found = self._of_lane(lane, members, known & reports, complete, alive, now_ns)
+            if found.known.sum() < 2 or (lane == P2P and not self._even(members, found)):
+                continue
+            hang = self._hang(lane, members, found, registry, now_ns)
             if hang is not None:
                 return hang
         return None
 
     def _of_lane(
         self, lane: int, members: I64, known: Bool, complete: Bool, alive: Bool, now_ns: int
-    ) -> Hang | None:
+    ) -> _Lane:
         reached = self._reached[lane, members]
         stride = self._stride[members]
         if (stride != (most := int(stride.max()))).any():
             # While agents disagree, some tell of operations that others leave out.
             reached = np.where(reached >= 0, reached // most * most, reached)
-        told = self._told[lane, members]
-        inside = (told > now_ns - STALE_NS) & (self._inside[lane, members] > reached) & alive
-        far = np.where(inside, self._inside[lane, members], reached)
-        known = known & ((far >= 0) | complete)
-        if known.sum() < 2 or (lane == P2P and not self._even(members, known, inside)):
-            return None
-        least = int(far[known].min())
-        arrived = known & (far > least) & alive
-        missing = known & (far == least)
+        calls, queued = self._inside[lane, members], self._queued[lane, members]
+        recent = now_ns - STALE_NS
+        in_call = (self._told[lane, members] > recent) & (calls > reached) & alive
+        on_device = (self._queue_told[lane, members] > recent) & (queued > reached) & alive
+        far = np.maximum(np.where(in_call, calls, reached), np.where(on_device, queued, reached))
+        since = np.where(in_call, self._entered[lane, members], 0)
+        return _Lane(
+            reached=reached,
+            known=known & ((far >= 0) | complete),
+            alive=alive,
+            in_call=in_call,
+            on_device=on_device,
+            started=on_device & self._started[lane, members],
+            since_ns=np.where(on_device, self._queued_at[lane, members], since),
+            far=far,
+        )
+
+    def _hang(
+        self, lane: int, members: I64, f: _Lane, registry: Registry, now_ns: int
+    ) -> Hang | None:
+        least = int(f.far[f.known].min())
+        arrived, missing = _who(f, least)
         if not arrived.any():
-            if not (inside[known & alive].all() and inside.any()):
-                return None  # all have come as far, and nobody is in it: idle
-            arrived, missing = inside, np.zeros_like(inside)
-        start = int(self._at[lane, members[known]].max())
-        if (arrived & inside).any():
-            start = max(start, int(self._entered[lane, members[arrived & inside]].min()))
+            return None
+        start = int(self._at[lane, members[f.known]].max())
+        if (arrived & f.inside).any():
+            start = max(start, int(f.since_ns[arrived & f.inside].min()))
         if now_ns - start < self._after_ns:
             return None
         waiting = int(np.flatnonzero(arrived)[0])
+        ahead = bool((f.far[arrived] > least).any())
+        come = f.far > least if ahead else f.inside
+        facts = Facts(f.known, f.alive, come, f.in_call, f.on_device, f.started, f.since_ns)
         return Hang(
             seconds=(now_ns - start) / NS,
             lane=lane,
             op=int(self._op[lane, members[waiting]]),
-            seq=least + 1 if missing.any() else least,
+            seq=least + ahead,
             missing=tuple(np.flatnonzero(missing).tolist()),
-            gone=tuple(np.flatnonzero(missing & ~alive).tolist()),
+            gone=tuple(np.flatnonzero(missing & ~f.alive).tolist()),
             arrived=tuple(np.flatnonzero(arrived).tolist()),
+            states=states(facts, *hosts(registry, members), now_ns),
         )
 
-    def _even(self, members: I64, known: Bool, inside: Bool) -> bool:
+    def _even(self, members: I64, f: _Lane) -> bool:
         """Whether the ranks have all had about as many operations of the lane: the groups of a
         pipeline's stages are not the same operation.
         """
-        if inside.any():
+        if f.in_call.any():
             return False
-        had = (self._reached - self._first)[P2P, members[known]]
+        had = (self._reached - self._first)[P2P, members[f.known]]
         return int(had.min()) >= COMMON and int(had.max() - had.min()) <= UNEVEN * int(had.max())
+
+
+def _who(f: _Lane, least: int) -> tuple[Bool, Bool]:
+    """-> who waits and who is missing, [rank]; nobody waits: it is idle."""
+    nobody = np.zeros_like(f.known)
+    arrived = f.known & (f.far > least) & f.alive
+    # Of a rank whose GPU is in the operation that others were told to have reached is nothing late.
+    missing = f.known & (f.far == least) & ~f.started
+    if arrived.any():
+        return arrived, missing
+    lives = f.known & f.alive
+    if not (f.inside[lives].all() and f.inside.any()):
+        return nobody, nobody
+    if f.started.any() and f.on_device[lives].all():  # else it is not known who has not started
+        return f.started, lives & ~f.started
+    return f.inside, nobody
 
 
 def _alive(registry: Registry, members: I64, known: Bool, now_ns: int) -> tuple[Bool, Bool]:
@@ -204,6 +280,7 @@ def shown(hang: Hang | None) -> HangView | None:
         missing=hang.missing,
         gone=hang.gone,
         arrived=hang.arrived,
+        states=hang.states,
     )
 
 
@@ -242,7 +319,7 @@ def overlay(hangs: Hangs, ranks: Ranks, slots: I64) -> Ranks:
 
 
 def _why(hang: Hang, rank: int) -> str:
-    what = "its process has ended" if rank in hang.gone else "it has not come"
+    what = next(of_one(state) for state in hang.states if rank in state.ranks)
     count = len(hang.arrived)
     waits = f"{count} rank{'s' * (count != 1)} in {ops.name(hang.op)} {hang.seq}"
     return f"{what}; {waits} for {hang.seconds:.0f} s"

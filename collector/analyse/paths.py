@@ -137,7 +137,7 @@ class Paths:
                     self.closed[span.slot] = np.maximum(matrix.mean() - mean, 0.0)
                     where = node[span.base : span.base + span.ranks]
                     diagnosis = diagnose_wait_matrix(self.closed[span.slot], where)
-                    found.update(_findings(diagnosis, matrix, span, self._min_gain))
+                    found.update(findings(diagnosis, matrix, span, self._min_gain))
             else:
                 found.update(_unexplained(transfers, span))
         self._settle(found)
@@ -172,23 +172,30 @@ class Span:
     timed: bool  # on durations, not on arrivals alone
 
 
-def _findings(d: WaitDiagnosis, matrix: Matrix, span: Span, min_gain: float) -> dict[int, Finding]:
+def findings(d: WaitDiagnosis, matrix: Matrix, span: Span, min_gain: float) -> dict[int, Finding]:
+    """By member: what the diagnosis of a communicator's matrix is worth naming its ranks for.
+
+    min_gain: share of the time, see DEARER.
+    """
     found: dict[int, Finding] = {}
     if not d or span.span_ns <= 0:
         return found
     per_ns = float(np.median(matrix.receives[matrix.receives > 0])) / span.span_ns
-    for (receiver, sender), delay in zip(d.slow_paths, d.path_delay, strict=True):
-        why = f"receiving from rank {sender} takes {delay / 1e6:.3g} ms longer than other pairs"
-        finding = Finding(SLOW_PATH, delay * per_ns, why, sender)
-        old = found.get(span.base + receiver)
-        if old is None or old.share < finding.share:
-            found[span.base + receiver] = finding
+
+    def add(rank: int, klass: int, delay: float, why: str, other: int = -1) -> None:
+        """Of several of one rank the one that costs most."""
+        old = found.get(span.base + rank)
+        if old is None or old.share < delay * per_ns:
+            found[span.base + rank] = Finding(klass, delay * per_ns, why, other)
+
     for rank, delay in zip(d.slow_receivers, d.receiver_delay, strict=True):
         why = f"whatever it receives takes {delay / 1e6:.3g} ms longer (slow receiver, or incast)"
-        found[span.base + rank] = Finding(SLOW_RECEIVER, delay * per_ns, why)
+        add(rank, SLOW_RECEIVER, delay, why)
     for rank, delay in zip(d.slow_senders, d.sender_delay, strict=True):
-        why = f"whatever it sends arrives {delay / 1e6:.3g} ms later"
-        found[span.base + rank] = Finding(SLOW_SENDER, delay * per_ns, why)
+        add(rank, SLOW_SENDER, delay, f"whatever it sends arrives {delay / 1e6:.3g} ms later")
+    for (receiver, sender), delay in zip(d.slow_paths, d.path_delay, strict=True):
+        why = f"receiving from rank {sender} takes {delay / 1e6:.3g} ms longer than other pairs"
+        add(receiver, SLOW_PATH, delay, why, sender)
     return {m: f for m, f in found.items() if f.share >= DEARER * min_gain}
 
 

@@ -37,6 +37,7 @@ class Roles:
         self._count = np.zeros((members, OPS), np.float32)
         self._configured = np.zeros(members, np.int32)
         self._role = np.zeros(members, np.int64)
+        self._first = np.zeros(members, np.int64)  # first member of those that it is compared with
         self._texts: dict[str, int] = {"": 0}
         self._windows = 0
 
@@ -44,6 +45,7 @@ class Roles:
         members = slice(base, base + ranks)
         self._count[members] = 0
         self._configured[members] = self._role[members] = 0
+        self._first[members] = base
         self._windows = 0
 
     def add(self, group: Sequence[tuple[DecodedBatch, Resolved]]) -> None:
@@ -62,7 +64,9 @@ class Roles:
                         self._configured[member] = self._texts.setdefault(text, len(self._texts))
 
     def close(self, registry: Registry) -> I64:
-        """End a window -> members whose role is another one than before."""
+        """End a window -> members that are compared with others than before. That a role has
+        another number, because jobs have come or gone, is no such change.
+        """
         self._windows += 1
         again = self._windows <= FIRST or self._windows % EVERY == 0
         if not again:
@@ -73,14 +77,19 @@ class Roles:
         members = np.concatenate([np.arange(s.base, s.base + s.ranks) for _, s in live])
         slot = np.repeat(np.arange(len(live)), [s.ranks for _, s in live])
         known = registry.process[members] >= 0
-        members, slot = members[known], slot[known]
-        if not len(members):
+        told = members[known]
+        if not len(told):
             return np.zeros(0, np.int64)
-        role = self._signatures(registry.process[members], members, slot, [s for _, s in live])
-        changed: I64 = members[self._role[members] != role]
-        self._role[members] = role
-        self._count[members] *= 0.5
-        return changed
+        self._role[told] = self._signatures(
+            registry.process[told], told, slot[known], [s for _, s in live]
+        )
+        self._count[told] *= 0.5
+        group, _ = within(slot, self._role[members])
+        before = self._first[members]
+        first = np.full(int(group.max()) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(first, group, members)
+        self._first[members] = first[group]
+        return members[_regrouped(group, before)]
 
     def _signatures(
         self, process: npt.NDArray[np.int32], members: I64, slot: I64, slots: list[Slot]
@@ -123,20 +132,39 @@ class Roles:
         communicator in which a rank's role is its own alone stays one group.
         """
         role = self._role[members]
-        _, group, size = np.unique(
-            np.stack([of, role]), axis=1, return_inverse=True, return_counts=True
-        )
-        group = group.reshape(-1)
-        alike = size[group] - 1
-        whole = np.zeros(len(slots), bool)
-        whole[of[alike < 1]] = True
-        group = np.where(whole[of], len(size) + of, group)
+        group, alike = within(of, role)
         kinds: dict[tuple[str, str, int], int] = {}
         kind = np.array(
             [kinds.setdefault((s.workload, kind_of(s), s.ranks), len(kinds)) for s in slots]
         )
         _, pool = np.unique(np.stack([kind[of], role]), axis=1, return_inverse=True)
         return group, pool.reshape(-1), alike
+
+
+def within(of: I64, role: I64) -> tuple[I64, I64]:
+    """-> [row] whom each row is compared with, a number below twice the number of rows; and how
+    many of its role there are beside it. of: [row] its communicator, from 0.
+
+    All of a communicator where a role is one rank's alone.
+    """
+    distinct, number = np.unique(role, return_inverse=True)
+    _, group, size = np.unique(of * len(distinct) + number, return_inverse=True, return_counts=True)
+    alike: I64 = size[group] - 1
+    whole = np.zeros(int(of.max(initial=-1)) + 1, bool)
+    whole[of[alike < 1]] = True
+    return np.where(whole[of], len(size) + of, group), alike
+
+
+def _regrouped(group: I64, before: I64) -> npt.NDArray[np.bool_]:
+    """[row] whether the rows of its group are not those that were together before."""
+    _, old, old_size = np.unique(before, return_inverse=True, return_counts=True)
+    _, new, new_size = np.unique(group, return_inverse=True, return_counts=True)
+    least, most = np.full(len(new_size), len(before)), np.full(len(new_size), -1)
+    np.minimum.at(least, new, old)
+    np.maximum.at(most, new, old)
+    other = (least != most) | (old_size[least] != new_size)
+    moved: npt.NDArray[np.bool_] = other[new]
+    return moved
 
 
 def kind_of(slot: Slot) -> str:

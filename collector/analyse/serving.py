@@ -30,14 +30,21 @@ NAMES = ("arrival", "duration", "wait", "own", "own_most", "slowest", "size", "s
 
 
 @dataclass
-class _Recent:
-    """Rows [k, len(NAMES)] in order of arrival; new ones may come out of order."""
+class Recent:
+    """Rows in order of arrival, which is their first column; new ones may come out of order."""
 
-    rows: F64 = field(default_factory=lambda: np.zeros((0, len(NAMES))))
+    rows: F64 | None = None
     fresh: list[F64] = field(default_factory=list)
     view: StepView | None = None
 
+    def add(self, rows: F64) -> None:
+        self.fresh.append(rows[-ROWS:])
+        if sum(map(len, self.fresh)) > ROWS:
+            self.settle()
+
     def settle(self) -> F64:
+        if self.rows is None:
+            self.rows = np.zeros((0, self.fresh[0].shape[1])) if self.fresh else np.zeros((0, 0))
         if self.fresh:
             self.rows = np.concatenate([self.rows, *self.fresh])
             self.fresh = []
@@ -47,7 +54,7 @@ class _Recent:
 
 class Serving:
     def __init__(self) -> None:
-        self._recent: dict[int, _Recent] = {}
+        self._recent: dict[int, Recent] = {}
         self.dropped = 0  # communicators beyond the bound, counted once a block of rows
 
     def follows(self, judged: Judged) -> bool:
@@ -71,10 +78,13 @@ class Serving:
             if len(self._recent) >= COMMUNICATORS:
                 self.dropped += 1
                 return
-            recent = self._recent[slot] = _Recent()
-        recent.fresh.append(rows[-ROWS:])
-        if sum(map(len, recent.fresh)) > ROWS:
-            recent.settle()
+            recent = self._recent[slot] = Recent()
+        recent.add(rows)
+
+    @property
+    def slots(self) -> list[int]:
+        """Those that are followed, in the order in which they were met."""
+        return list(self._recent)
 
     def forget(self, slot: int) -> None:
         self._recent.pop(slot, None)
@@ -141,31 +151,35 @@ def _view(rows: F64) -> StepView | None:
     table = steps.Operations(
         symbol=whole["symbol"],
         role=whole["symbol"] % 4,
-        broken=_broken(whole["seq"]),
+        broken=broken(whole["seq"] // 2, whole["seq"] % 2),
         slowest=whole["slowest"],
+        group=None,  # all of one communicator
         **{n: column[n] for n in ("arrival", "duration", "wait", "own", "own_most", "size")},
     )
-    period, found = steps.split(table)
+    return view_of(*steps.split(table), column["evidence"], KEPT_STEPS)
+
+
+def view_of(period: int, found: steps.Steps, evidence: F64, kept: int) -> StepView | None:
+    """evidence: [n] of the operations that they are made of. None where no step is known."""
     if not len(found):
         return None
     usual = steps.usual(found)
-    evidence = np.bincount(column["evidence"].astype(np.int64), minlength=len(EVIDENCE))
-    evidence[[ops.NO_EVIDENCE, ops.ENQUEUE]] = 0  # no step has such an operation
-    recent = {n: getattr(found, n)[-KEPT_STEPS:] for n in steps.Steps.__dataclass_fields__}
+    rests_on = np.bincount(evidence.astype(np.int64), minlength=len(EVIDENCE))
+    rests_on[[ops.NO_EVIDENCE, ops.ENQUEUE]] = 0  # no step has such an operation
+    recent = {n: getattr(found, n)[-kept:] for n in steps.Steps.__dataclass_fields__}
     return StepView(
         period=period,
-        evidence=EVIDENCE[int(evidence.argmax())],
+        evidence=EVIDENCE[int(rests_on.argmax())],
         steps=recent,
-        usual=usual[-KEPT_STEPS:],
+        usual=usual[-kept:],
         medians=steps.medians(found, usual),
     )
 
 
-def _broken(seq: I64) -> npt.NDArray[np.bool_]:
-    """Where an operation is missing before this one, in its lane (the lowest bit of `seq`)."""
-    broken = np.zeros(len(seq), bool)
-    for lane in (0, 1):
-        at = np.flatnonzero(seq % 2 == lane)
-        number = seq[at] // 2
-        broken[at[1:]] = np.diff(number) != 1
-    return broken
+def broken(seq: I64, lane: I64) -> npt.NDArray[np.bool_]:
+    """Where an operation is missing before this one, in its lane."""
+    found = np.zeros(len(seq), bool)
+    for one in np.unique(lane).tolist():
+        at = np.flatnonzero(lane == one)
+        found[at[1:]] = np.diff(seq[at]) != 1
+    return found

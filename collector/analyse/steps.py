@@ -24,9 +24,10 @@ PARTS = ("dispatch", "expert", "combine", "wait", "other_transfer", "other_compu
 
 @dataclass(frozen=True)
 class Operations:
-    """Columns of [n] operations of one communicator, oldest first; seconds, NaN unknown."""
+    """Columns of [n] operations of one communicator, or of one rank over its communicators, oldest
+    first; seconds, NaN unknown."""
 
-    symbol: I64  # kind of operation: one number for each (operation, role)
+    symbol: I64  # kind of operation: one number for each (operation, role), and communicator
     role: I64  # ops.DISPATCH, ops.COMBINE or 0
     arrival: F64  # mean over ranks, each on its own clock
     duration: F64  # mean over ranks, waiting included
@@ -37,6 +38,7 @@ class Operations:
     size: F64  # bytes, sum over ranks
     broken: Bool  # an operation before this one is not known
     assignments: F64 | None = None  # of each dispatch, where the engine tells; None: not known
+    group: I64 | None = None  # communicator of each; None: all of one
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def split(table: Operations) -> tuple[int, Steps]:
     gap[1:] = table.arrival[1:] - (table.arrival[:-1] + table.duration[:-1])
     gap[table.broken] = np.nan
     found = period.find_period(table.symbol)
-    pause = np.where(_in_experts(table.role), np.nan, gap)  # no step begins inside a layer
+    pause = np.where(_in_experts(table), np.nan, gap)  # no step begins inside a layer
     begin = period.starts(table.symbol, found, pause)
     if found == 0 or len(begin) < 2:
         return found, _none()
@@ -99,7 +101,7 @@ def _records(t: Operations, gap: F64, begin: I64) -> Steps:
     idle = np.where(np.isnan(pause), np.nan, pause - least)
     owned = np.where(inner, own, np.minimum(own, least))
     passed = np.where(inner, gap, np.where(np.isnan(gap), np.nan, least))
-    of_expert = _in_experts(t.role) & inner
+    of_expert = _in_experts(t) & inner
     steps = Steps(
         start=t.arrival[begin[:-1]] - np.where(np.isnan(pause), 0.0, pause),
         span=np.diff(t.arrival[begin]) + pause - gap[begin[1:]],
@@ -123,10 +125,26 @@ def _records(t: Operations, gap: F64, begin: I64) -> Steps:
     return Steps(**{n: getattr(steps, n)[whole] for n in Steps.__dataclass_fields__})
 
 
-def _in_experts(role: I64) -> Bool:
-    """Combines right after their dispatch: what passes before them is expert execution."""
-    found: Bool = (role == ops.COMBINE) & np.concatenate([[False], role[:-1] == ops.DISPATCH])
+def _in_experts(t: Operations) -> Bool:
+    """Combines right after their dispatch, and what other communicators do in between (experts that
+    are tensor parallel): what passes before these is expert execution."""
+    if t.group is None:
+        at = np.arange(len(t.role))
+    else:
+        at = np.flatnonzero(np.isin(t.group, t.group[t.role != 0]))
+    role = t.role[at]
+    ends = np.flatnonzero((role[1:] == ops.COMBINE) & (role[:-1] == ops.DISPATCH)) + 1
+    change = np.zeros(len(t.role) + 1, np.int64)
+    np.add.at(change, at[ends - 1] + 1, 1)  # after the dispatch
+    np.add.at(change, at[ends] + 1, -1)  # up to the combine
+    found: Bool = np.cumsum(change[:-1]) > 0
     return found
+
+
+def until(steps: Steps, end: float) -> Steps:
+    """Those that are over by then."""
+    over = steps.start + steps.span <= end
+    return Steps(**{n: getattr(steps, n)[over] for n in Steps.__dataclass_fields__})
 
 
 def _slowest(t: Operations, of_expert: Bool, begin: I64) -> I64:

@@ -8,6 +8,9 @@ static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
 static struct context *free_contexts;
 static unsigned context_count;
 
+static struct lanterne_open open_here __attribute__((section("lanterne_open"), used)) = {
+    LANTERNE_OPEN_MAGIC, LANTERNE_OPEN_VERSION, NULL};
+
 static struct context *context_new(unsigned capacity) {
   if (context_count == MAX_CONTEXTS) return NULL;
   struct context *c = calloc(1, sizeof(*c));
@@ -19,6 +22,8 @@ static struct context *context_new(unsigned capacity) {
   }
   c->capacity = capacity;
   pthread_mutex_init(&c->lock, NULL);
+  c->made_before = open_here.newest;
+  __atomic_store_n(&open_here.newest, c, __ATOMIC_RELEASE);
   context_count++;
   return c;
 }

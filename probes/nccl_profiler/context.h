@@ -16,6 +16,7 @@
 #include "clock.h"
 #include "lanterne_usdt.h"
 #include "number.h"
+#include "open.h"
 
 enum { SLOT_BYTES = 256, MAX_CONTEXTS = 4096, PEERS_MOST = 64, PEER_SHIFT = 48 };
 
@@ -46,6 +47,11 @@ struct op {
   bool open, stopped, self_only;
 } __attribute__((aligned(SLOT_BYTES)));
 _Static_assert(sizeof(struct op) == SLOT_BYTES, "the low eight bits of a handle are free");
+_Static_assert(offsetof(struct op, owner) == 96, "open_memory.py");
+_Static_assert(offsetof(struct op, newer) == 112, "open_memory.py");
+_Static_assert(offsetof(struct op, active_ns) == 136, "open_memory.py");
+_Static_assert(offsetof(struct op, started) == 148, "open_memory.py");
+_Static_assert(offsetof(struct op, open) == 165, "open_memory.py");
 
 /* How long receives of groups took since it was last told, by sender. */
 struct peer_wait {
@@ -54,27 +60,33 @@ struct peer_wait {
 };
 
 struct context {
+  struct context *made_before; /* from here to `live` it is read from outside, see open.h */
+  uint64_t hash;
+  struct op *oldest, *newest;
+  int rank, ranks;
+  struct {
+    uint64_t latest, earlier, settled, since_ns; /* see settle.c */
+  } done_enqueue;
+  bool live;
   pthread_mutex_t lock; /* held for a few dozen instructions, never around a probe */
   struct context *next_free;
   struct op *slots;
   unsigned capacity, used; /* slots beyond `used` were never touched */
   struct op *free_first, *free_last;
-  struct op *oldest, *newest;
-  uint64_t hash;
-  int rank, ranks;
-  bool live;
   int version;
   _Atomic(_Atomic int *) mask;
   struct calibration calibration;
   uint64_t finished, dropped;
   uint64_t passed; /* the plan whose loss was counted last */
-  struct {
-    uint64_t latest, earlier, settled, since_ns; /* see settle.c */
-  } done_enqueue;
   struct numbering numbering;
   struct peer_wait peers[PEERS_MOST];
   uint64_t peers_since_ns; /* when they were told last */
 };
+_Static_assert(offsetof(struct context, hash) == 8, "open_memory.py");
+_Static_assert(offsetof(struct context, oldest) == 16, "open_memory.py");
+_Static_assert(offsetof(struct context, rank) == 32, "open_memory.py");
+_Static_assert(offsetof(struct context, done_enqueue) == 40, "open_memory.py");
+_Static_assert(offsetof(struct context, live) == 72, "open_memory.py");
 
 struct context *context_take(uint64_t hash, int rank, int ranks, unsigned capacity);
 void context_give(struct context *c);

@@ -73,3 +73,39 @@ def test_a_job_of_known_steps(stack: Stack, paths: RigPaths) -> None:
         assert added == pytest.approx(span, rel=1e-3, abs=1e-6)
     name = "lanterne_moe_step_seconds"
     assert page.total(name, workload="job", part="span", source="device") > 0
+
+
+def test_a_rank_of_several_communicators_has_steps_over_all_of_them(
+    stack: Stack, paths: RigPaths
+) -> None:
+    """Experts over all ranks, gradients in two groups, activations to the next stage."""
+    plugin = Path(shutil.copy(build_plugin().library, paths.root / "libnccl-profiler.so"))
+    config = JobConfig(
+        ranks=RANKS, ranks_per_node=RANKS, tokens=64, hidden=128, layers=LAYERS, attn_us=4000,
+        expert_us=EXPERT_US, mode="run-ahead", seconds=90, dp_groups=2, pipeline=True,
+    )  # fmt: skip
+    env = {
+        "NCCL_PROFILER_PLUGIN": str(plugin),
+        "LANTERNE_PROFILER": "always",
+        "LANTERNE_WORKLOAD": "job",
+    }
+    with Job(config, paths=paths, env=env, hold="start") as job:
+        wait_for(lambda: attached(stack), 30, f"libnccl attached\n{stack.logs()}")
+        job.release()
+        job.wait_ready()
+
+        def known() -> dict[str, Any]:
+            found: dict[str, Any] = stack.snapshot()
+            return found if len(found["rank_steps"]) == RANKS else {}
+
+        snapshot = wait_for(known, 80, f"steps of every rank\n{stack.logs()}")
+    assert {found["rank"] for found in snapshot["rank_steps"]} == set(range(RANKS))
+    for found in snapshot["rank_steps"]:
+        over = [snapshot["communicators"][number] for number in found["communicators"]]
+        assert len(over) >= 2
+        alone = snapshot["communicators"][found["comm"]]["serving"]
+        assert found["steps"]["period"] > alone["period"]
+        medians = found["steps"]["medians"]
+        assert medians["dispatch"] > 0
+        assert medians["other_transfer"] > 0
+        assert medians["expert"] > 0

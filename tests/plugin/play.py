@@ -109,7 +109,7 @@ class Play:
 
     def run(self) -> Told:
         built = build(self.kind)
-        specs = [_spec(note) for note in notes.read(built.library).values()]
+        specs = [spec(note) for note in notes.read(built.library).values()]
         # A sanitizer's report goes to standard error, which must stay empty.
         done = subprocess.run(
             [str(built.driver), str(built.library), *specs], input="\n".join(self.lines) + "\n",
@@ -121,7 +121,7 @@ class Play:
         return _parse(done.stdout)
 
 
-def _spec(note: notes.Note) -> str:
+def spec(note: notes.Note) -> str:
     places = [f"${value}" if isinstance(value, int) else str(_GREGS.index(value))
               for _, value in note.arguments]  # fmt: skip
     return f"{note.name}={note.address:x},{note.semaphore:x},{':'.join(places)}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lanterne.probes.layout import Func
+from lanterne.probes.nccl_profiler import usdt
 from lanterne.probes.nccl_profiler.usdt import OpFlag
 from tests.plugin.play import COLL_API, P2P_API, Play
 
@@ -429,7 +430,8 @@ def storm_of(kind: str, version: int, comms: int, count: int) -> None:
         play.arm(probe)
     play.say("storm", comms, count, 100 * version)
     told = play.run()
-    ops = told.ops
+    # Sums of waits come twice a second: where all this takes longer.
+    ops = told.ops[told.ops["func"] != usdt.PEER_WAIT]
     assert len(ops) == comms * count
     assert not ops["flags"].any()
     assert not ops["dropped"].any()

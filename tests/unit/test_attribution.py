@@ -27,7 +27,8 @@ def kind(**change: object) -> Kind:
         "blocked": np.array([8.0, 8, 13]),
         "size": np.ones(3),
     }
-    return Kind(**(base | change))  # type: ignore[arg-type]
+    found = base | change
+    return Kind(**({"mean": found["own"]} | found))  # type: ignore[arg-type]
 
 
 def witness(**change: object) -> Witness:
@@ -87,6 +88,17 @@ def test_class_comes_from_the_kind_that_costs_most() -> None:
 def test_device_times_and_synchronise_calls(synced: list[float], expected: str) -> None:
     found = classify([kind(**DEVICE)], SLOW, witness(synced=np.array(synced)))
     assert attribution.CLASSES[found.klass] == expected
+
+
+@pytest.mark.parametrize("slow_host", [False, True])
+def test_who_is_slow_every_other_time_has_lost_what_its_mean_says(slow_host: bool) -> None:
+    """Its median is that of the slow half, by chance: twice the time that was lost."""
+    halves = {"own": np.array([10.0, 10, 30]), "mean": np.array([10.0, 10, 20]), "instances": 40}
+    expected = attribution.SLOW_HOST if slow_host else attribution.SLOW_COMPUTE
+    blocked = np.array([8.0, 8, 8 if slow_host else 17])
+    assert classify([kind(**halves, blocked=blocked)], SLOW).klass == expected
+    synced = witness(synced=np.array([0.39, 0.39, 0.1 if slow_host else 0.38]))
+    assert classify([kind(**(DEVICE | halves))], SLOW, synced).klass == expected
 
 
 def test_hot_expert_on_device_times_needs_no_synchronise_calls() -> None:

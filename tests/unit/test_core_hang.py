@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from lanterne.proto import telemetry_pb2 as pb
 from tests.unit.test_core_engine import ALL_REDUCE, BOOT, MS, SMALL, Job, noisy, simulate
 
 SECOND = 1000 * MS
+NOWHERE: Mapping[int, bool] = {}
 
 
 class Standing:
@@ -27,6 +30,7 @@ class Standing:
         self.last: pb.Batch | None = None
         self.sequence = 0
         self.alive = set(range(job.ranks)) if alive is None else alive
+        self.hosts: dict[int, dict[str, float]] = {}  # by rank: more fields of its process
         self.snapshot: Snapshot | None = None
         for batch in job.batches():
             self._apply(batch, set(range(job.ranks)))
@@ -38,7 +42,8 @@ class Standing:
         self.sequence += 1
         batch.sequence = self.sequence
         del batch.processes[:]
-        batch.processes.extend(pb.Process(pid=100 + r, pid_start_ticks=7) for r in sorted(alive))
+        for r in sorted(alive):
+            batch.processes.add(pid=100 + r, pid_start_ticks=7, **self.hosts.get(r, {}))  # type: ignore[arg-type]
         self.engine.apply(decode(batch.SerializeToString(), received_ns=batch.end_ns + 50 * MS))
         self.snapshot = self.engine.snapshot(0.0)
         return self.snapshot
@@ -49,9 +54,11 @@ class Standing:
         *,
         inside: tuple[int, ...] = (),
         enqueued: tuple[int, ...] = (),
+        on_device: Mapping[int, bool] = NOWHERE,
         destroyed: bool = False,
     ) -> Snapshot:
-        """Seconds without a return. inside: ranks in the next call; enqueued: told of it once."""
+        """Seconds without a return. inside: ranks in the next call; enqueued: told of it once;
+        on_device: ranks whose GPU was given it, and whether it has started it."""
         assert self.last is not None
         start = self.last.end_ns
         self.entered = self.entered or start
@@ -65,8 +72,9 @@ class Standing:
             del batch.communicators[:]
             if not destroyed:
                 batch.communicators.extend(keep)
-            if inside:
-                index = [i for i, c in enumerate(keep) if c.rank in inside]
+            states = dict.fromkeys(inside, 0) | {r: 1 + s for r, s in on_device.items()}
+            if states:
+                index = [i for i, c in enumerate(keep) if c.rank in states]
                 rows = len(index)
                 batch.pending.CopyFrom(
                     pb.Pending(
@@ -76,6 +84,7 @@ class Standing:
                         lane=bytes(rows),
                         op=bytes([ALL_REDUCE] * rows),
                         evidence=bytes([2] * rows),
+                        state=bytes([states[keep[i].rank] for i in index]) if on_device else b"",
                         entered_ns=np.full(rows, self.entered, "<u8").tobytes(),
                     )
                 )

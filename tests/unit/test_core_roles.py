@@ -8,6 +8,7 @@ import pytest
 
 from lanterne.collector.analyse import roles
 from lanterne.collector.analyse.engine import Engine
+from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.decode import decode
 from lanterne.proto import telemetry_pb2 as pb
 from tests.unit.test_core_engine import BOOT, MS, SMALL, noisy, simulate
@@ -90,6 +91,47 @@ def test_a_rank_is_compared_within_its_role(told: object, slow: int | None) -> N
 
 def test_without_roles_the_slower_ones_would_be_named() -> None:
     assert follow(two_roles(None), unknown) == set(range(len(FIRST), RANKS))
+
+
+def test_another_jobs_coming_and_going_does_not_void_what_is_known() -> None:
+    """Roles get other numbers then; whom a rank is compared with stays the same."""
+    members = np.arange(6)
+    registry = Registry(slots=4, members=16, processes=16, nodes=2)
+    registry.process[:6] = members
+    before, mine = _slot("before", 0), _slot("mine", 3)
+    found = roles.Roles(16)
+    for slot in (before, mine):
+        found.forget(slot.base, slot.ranks)
+    registry.slots = [before, mine]
+    assert found.close(registry).tolist() == []
+    registry.slots = [None, mine]
+    assert found.close(registry).tolist() == []
+    later = _slot("later", 0)
+    found.forget(later.base, later.ranks)
+    registry.slots = [later, mine]
+    assert found.close(registry).tolist() == []
+
+
+def test_who_changes_its_role_and_who_is_left_are_compared_anew() -> None:
+    registry = Registry(slots=4, members=16, processes=16, nodes=2)
+    registry.process[:8] = np.arange(8)
+    registry.slots = [_slot("a", 0, 8)]
+    found = roles.Roles(16)
+    found.forget(0, 8)
+    count = found._count
+    count[:8, 4] = 50
+    assert found.close(registry).tolist() == []
+    count[:4, 7] = 50
+    assert found.close(registry).tolist() == list(range(8))
+    assert found.close(registry).tolist() == []
+    for alone in (2, 1):  # one alone: all are one group
+        count[:8], count[:alone, 7], count[:8, 4] = 0, 50, 50
+        changed = [m for _ in range(roles.EVERY) for m in found.close(registry).tolist()]
+        assert changed == list(range(8))
+
+
+def _slot(workload: str, base: int, ranks: int = 3) -> roles.Slot:
+    return roles.Slot(base + 1, ranks, base, "nccl", workload, "", "", "")
 
 
 def test_levels_part_where_values_lie_far_apart() -> None:

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from lanterne.collector.analyse.engine import Engine
-from lanterne.collector.analyse.paths import MAX_CELLS, Paths
+from lanterne.collector.analyse.paths import MAX_CELLS, Matrix, Paths, Span, findings
 from lanterne.collector.analyse.settings import EngineConfig
+from lanterne.collector.analyse.wait_matrix import WaitDiagnosis
 from lanterne.collector.clock import ClockObservation
 from lanterne.collector.decode import decode
 from lanterne.collector.errors import BatchRefused
@@ -187,6 +188,18 @@ def test_classes_from_times_of_receives(extra: F64, expected: dict[int, str]) ->
     shown = json.loads(snapshot_json(snapshot))["communicators"][0]
     assert shown["wait_matrix"][0][0] is None
     assert shown["matrix_absent"] == ""
+
+
+@pytest.mark.parametrize(("sends", "expected"), [(0.5, "slow_path"), (9.0, "slow_sender")])
+def test_of_several_findings_of_one_rank_the_costliest_is_told(sends: float, expected: str) -> None:
+    """Noise in a window may put a small one beside a large one."""
+    matrix = Matrix(RANKS)
+    matrix.receives[:] = 100
+    span = Span(slot=0, base=10, ranks=RANKS, rows=100, span_ns=1000.0 * MS, timed=True)
+    told = WaitDiagnosis((3,), (), ((3, 0),), (sends * MS,), (), (8.0 * MS,))
+    found = findings(told, matrix, span, 0.02)
+    assert {m: CLASSES[f.klass] for m, f in found.items()} == {13: expected}
+    assert found[13].share == pytest.approx(max(sends, 8.0) / 10)
 
 
 def test_a_late_rank_is_no_slow_sender() -> None:
