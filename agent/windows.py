@@ -31,6 +31,7 @@ from lanterne.agent.events import (
 )
 from lanterne.agent.kernel_rows import Facts
 from lanterne.agent.kernels import Kernels
+from lanterne.agent.origins import Sampling, sampling
 from lanterne.agent.roles import UNKNOWN, Roles, classify
 from lanterne.agent.splits import Splits
 from lanterne.agent.stages import StageColumns, columns
@@ -56,7 +57,7 @@ class Instances:
 class WindowColumns:
     start_ns: int
     end_ns: int
-    stride: int
+    sampling: Sampling
     instances: Instances
     summaries: Summaries
     traffic: PeerBytes
@@ -129,8 +130,12 @@ class Windows:
         *,
         final: bool = False,
         facts: Facts | None = None,
+        wanted: Sampling | None = None,
     ) -> WindowColumns:
-        """Everything added since the last close; `final` also gives out what would be held."""
+        """Everything added since the last close; `final` also gives out what would be held.
+        wanted: where the collector told more of what to sample than the stride.
+        """
+        wanted = wanted or sampling(stride, len(self._captured))
         self.add(self.device.replays(end_ns, final=final))
         fresh = concatenate([*(part for part, _ in reversed(self._waiting)), *self._parts])
         peers = join_peers([*(part for _, part in self._waiting), *self._peers])
@@ -173,8 +178,8 @@ class Windows:
         window = WindowColumns(
             start_ns=self._start_ns,
             end_ns=end_ns,
-            stride=stride,
-            instances=_instances(sent, sent_role, stride),
+            sampling=wanted,
+            instances=_instances(sent, sent_role, wanted),
             summaries=summarize(operations, role, timed, timed_role),
             traffic=traffic,
             receives=receives,
@@ -241,11 +246,11 @@ class Windows:
         return operations.take(known), take_peers(peers, known_peers)
 
 
-def _instances(operations: Operations, role: U8, stride: int) -> Instances:
+def _instances(operations: Operations, role: U8, wanted: Sampling) -> Instances:
     """Rows for the collector to align: no failed calls, and only the numbers it asked for."""
     keep = ~operations.error
-    if stride > 1:
-        keep &= operations.seq % np.uint32(stride) == 0
+    if wanted.stride > 1:
+        keep &= wanted.wanted(operations.slot, operations.lane, operations.seq)
     if keep.all():
         return Instances(operations, role)
     return Instances(operations.take(keep), role[keep])

@@ -89,6 +89,10 @@ class Carry:
         )
         unknown = (before < 0) | (before > arrival)
         gap[unknown] = np.nan
+        if not isinstance(stride, int):
+            # Another communicator's are told whole: what came between two of them is not known.
+            uneven = np.minimum.reduceat(stride, first) != np.maximum.reduceat(stride, first)
+            gap[np.repeat(uneven, last - first + 1)] = np.nan
         previous = np.where(
             shift(needs_wait, self.needs_wait).astype(bool) & ~unknown, shift(cells, self.cell), -1
         ).astype(np.int32)

@@ -62,11 +62,9 @@ def collect(batches: Group) -> Flow | None:
         return None
     lane, op, role, evidence, flags = small
     arrival, duration, size, sync = large
-    strides = [b.stride for b, _ in some]
     stride: I64 | int = 1
-    if max(strides) > 1:
-        stride = np.repeat(np.array(strides), counts)
-        stride = stride if order is None else stride[order]
+    if max(b.stride for b, _ in some) > 1:
+        stride = np.concatenate([_strides(b, len(r.slot)) for b, r in some])[index]
     return Flow(
         table=slot * 2 + lane.astype(np.int32),
         slot=slot,
@@ -84,6 +82,12 @@ def collect(batches: Group) -> Flow | None:
         sync=sync,
         stride=stride,
     )
+
+
+def _strides(b: DecodedBatch, communicators: int) -> I64:
+    if len(b.strides):
+        return b.strides.astype(np.int64)
+    return np.full(communicators, b.stride, np.int64)
 
 
 def _order(

@@ -1,12 +1,12 @@
 """Sequence numbers of communicators that an agent met running.
 
 Such an agent counts each rank's operations from where it attached, which is not the same operation
-on every rank. The ranks leave a barrier together (or arrive at it within a fraction of a period),
-so the shift between two ranks is the one under which the times of equal numbers agree. It must be
-clearly better than its neighbours, or the communicator stays unaligned and is tried again. Shifts
-that would set different operations against each other (a dispatch against a combine) are none:
-beside a rank that is late by a large part of the period, the one after could else seem nearer.
-Operations that came before the shifts were known are used to find them and not scored.
+on every rank. The shifts between them are found by the times of their operations (see `shifts`), or
+the communicator stays unaligned and is tried again. Operations that came before the shifts were
+known are used to find them and not scored.
+
+Of two ranks at least one must have told every operation: where both told samples, by numbers that
+begin at different operations, the true shift may be none of those that set any against each other.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import ops
 from lanterne.collector.analyse.gather import Flow, take
+from lanterne.collector.analyse.shifts import LEAST, Rows, joined, newest, rows_of, series, shift
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
-Series = tuple[I64, I64, I64]  # seq, time, kind: operation and role
 
 ENOUGH = 32  # operations of each rank
 PATIENCE_NS = 3 * 10**9
-KEEP = 1 << 15  # held operations of one table
-REACH = 6  # shifts tried to either side of the nearest in time
-CLEARLY = 0.4  # of the second best's disagreement
-UNLIKE = 0.2  # of the pairs that may be of different operations: what is told of them may be wrong
-BASE = 1 << 20  # keeps numbers above 0 where no rank was seen from the beginning
+KEEP = 1 << 15  # held operations of one table, or so many of each rank where that is more:
+KEEP_EACH = 4 * ENOUGH
+DOUBT_NS = 30 * 10**9
+BASE = 1 << 20  # a multiple of every stride; keeps numbers above 0
 
 
 class Joining:
@@ -36,20 +34,27 @@ class Joining:
 
     def __init__(self, tables: int, members: int) -> None:
         self.late = np.zeros(tables // 2, bool)
-        self._settled = np.zeros(tables, bool)
         self._shift = np.zeros((2, members), np.int64)
         self._known = np.zeros((2, members), bool)
-        self._held: dict[int, list[Flow]] = {}
-        self._since: dict[int, int] = {}
+        self._judged = np.zeros((2, tables // 2), np.int64)  # alike and unlike, by slot
+        self._held: dict[int, list[Rows]] = {}
+        self._since: dict[int, int] = {}  # by table: when it was tried last, or began
+        self._tried: set[int] = set()
+        self._doubted: dict[int, tuple[int, int]] = {}  # slot: (how often, not again before)
         self.rows_used = 0
+        self.changes = 0  # of what is known
 
-    def forget(self, slot: int, base: int, ranks: int, *, late: bool) -> None:
-        """Begin anew with a communicator."""
+    def forget(self, slot: int, base: int, ranks: int, *, late: bool, fresh: bool = False) -> None:
+        """Begin anew with a communicator; `fresh`: another one."""
+        if fresh:
+            self._doubted.pop(slot, None)
+        self.changes += int(self.late[slot] or late)
         self.late[slot] = late
+        self._judged[:, slot] = 0
         for table in (2 * slot, 2 * slot + 1):
-            self._settled[table] = False
             self._held.pop(table, None)
             self._since.pop(table, None)
+            self._tried.discard(table)
         self._shift[:, base : base + ranks] = 0
         self._known[:, base : base + ranks] = False
 
@@ -81,46 +86,75 @@ class Joining:
         held.arrival = held.arrival + np.nan_to_num(offset[hold]).astype(np.int64)
         usable = ~np.isnan(offset[hold])
         for table in np.unique(held.table).tolist():
-            self._hold(table, take(held, (held.table == table) & usable), now_ns)
-            if now_ns - self._since[table] >= PATIENCE_NS or self._enough(table, seen):
-                self._settle(table, complete, seen.get(table // 2, 0))
+            ranks = seen.get(table // 2, 1)
+            self._hold(table, take(held, (held.table == table) & usable), ranks, now_ns)
+            if now_ns - self._since[table] >= PATIENCE_NS or self._enough(table, ranks):
+                self._settle(table, complete, ranks)
                 self._since[table] = now_ns
+                self._tried.add(table)
         rest = take(flow, ~hold)
         return rest if len(rest.seq) else None
 
-    def _hold(self, table: int, part: Flow, now_ns: int) -> None:
+    def judged(self, slot: I64, unlike: Bool) -> None:
+        """Rows with evidence that left the tables, and whether they set different operations
+        against each other."""
+        if self.late[slot].any():
+            np.add.at(self._judged, (unlike.astype(np.intp), slot), 1)
+
+    def doubtful(self, now_ns: int) -> list[int]:
+        """Once a window: communicators that are mostly aligned wrongly and should be anew; each
+        time that happens to one it is looked at less often."""
+        alike, unlike = self._judged
+        found = []
+        for slot in np.flatnonzero(self.late & (unlike >= LEAST) & (unlike > alike)).tolist():
+            times, not_before = self._doubted.get(slot, (0, 0))
+            if now_ns >= not_before:
+                self._doubted[slot] = times + 1, now_ns + (DOUBT_NS << min(times, 6))
+                found.append(slot)
+        self._judged[:] = 0
+        return found
+
+    def _hold(self, table: int, part: Flow, ranks: int, now_ns: int) -> None:
         self._since.setdefault(table, now_ns)
         held = self._held.setdefault(table, [])
-        held.append(part)
-        while len(held) > 1 and sum(len(p.seq) for p in held) > KEEP:
-            held.pop(0)
+        held.append(rows_of(part))
+        each = max(KEEP // ranks, KEEP_EACH)
+        if sum(map(len, held)) > 2 * each * ranks:
+            held[:] = [newest(joined(held), each)]
 
-    def _enough(self, table: int, seen: dict[int, int]) -> bool:
-        member = np.concatenate([p.member for p in self._held[table]])
-        _, counts = np.unique(member, return_counts=True)
-        return len(counts) >= seen.get(table // 2, 1) and bool((counts >= ENOUGH).all())
+    def _enough(self, table: int, ranks: int) -> bool:
+        """Whether to try before the time has come, once."""
+        held = self._held[table]
+        if table in self._tried or sum(map(len, held)) < ENOUGH * ranks:
+            return False
+        _, counts = np.unique(np.concatenate([p.member for p in held]), return_counts=True)
+        return len(counts) >= ranks and bool((counts >= ENOUGH).all())
 
-    def _settle(self, table: int, complete: Bool, seen: int) -> None:
-        parts = self._held[table]
-        member = np.concatenate([p.member for p in parts])
-        seq = np.concatenate([p.seq for p in parts])
-        time = np.concatenate([_barrier_time(p) for p in parts])
-        kind = np.concatenate([p.op.astype(np.int64) << 8 | p.role for p in parts])
-        members = np.unique(member)
-        if len(members) < seen:
+    def _settle(self, table: int, complete: Bool, ranks: int) -> None:
+        of, whole = series(joined(self._held[table]))
+        if len(of) < ranks:
             return
-        of = {int(m): _sorted(*(c[member == m] for c in (seq, time, kind))) for m in members}
-        whole = [m for m in of if complete[m]]
-        reference = whole[0] if whole else max(of, key=lambda m: len(of[m][0]))
-        base = 0 if whole else BASE
-        shifts = {m: 0 if m == reference else _shift(of[m], of[reference]) for m in of}
-        found = {m: s for m, s in shifts.items() if s is not None}
-        if len(found) < len(of):
-            return  # all or none: half a communicator aligned is worse than none
+        reference = max(of, key=lambda m: (whole[m], complete[m], len(of[m][0])))
+        shifts = {reference: 0}
+        for m in of.keys() - shifts:
+            # Ranks seen from their creation sample the same operations.
+            can = whole[m] or whole[reference] or complete[m]
+            found = shift(of[m], of[reference]) if can else None
+            if found is None:
+                return  # all or none: half a communicator aligned is worse than none
+            shifts[m] = found
+        anchor = next((m for m in (reference, *of) if complete[m]), None)
+        if anchor is None:
+            # Steps repeat: what is sampled should be operations like this one, with evidence.
+            seq = of[reference][0]
+            base = 2 * BASE - int(seq[len(seq) // 2]) % BASE
+        else:  # numbers of a rank that was seen from its creation are right as they are
+            base = -shifts[anchor]
         lane = table & 1
-        for m, s in found.items():
+        for m, s in shifts.items():
             self._shift[lane, m], self._known[lane, m] = s + base, True
         del self._held[table]
+        self.changes += 1
 
     def comparable(self, slots: list[tuple[int, int, int]]) -> Bool:
         """(number, base, ranks) of slots -> [slot] whether the ranks' numbers are common ones."""
@@ -135,44 +169,15 @@ class Joining:
         found: I64 = np.maximum(seq + self._shift[lane, member], 0)
         return found
 
+    def known(self, slot: int, base: int, ranks: int) -> list[tuple[int, I64, I64]]:
+        """(lane, members, shift of each) of a communicator, as far as they are found."""
+        found = []
+        for lane in (0, 1):
+            members = base + np.flatnonzero(self._known[lane, base : base + ranks])
+            if self.late[slot] and len(members):
+                found.append((lane, members, self._shift[lane, members]))
+        return found
+
     def waiting(self, slot: int) -> bool:
         """Whether a communicator has operations that could not be aligned so far."""
         return bool(self.late[slot]) and (2 * slot in self._held or 2 * slot + 1 in self._held)
-
-
-def _barrier_time(p: Flow) -> I64:
-    """When the ranks were together: the end of a call that waits, else its arrival."""
-    return p.arrival + np.where(p.evidence == ops.ENQUEUE, 0, p.duration)
-
-
-def _sorted(seq: I64, time: I64, kind: I64) -> Series:
-    order = np.argsort(seq)
-    return seq[order], time[order], kind[order]
-
-
-def _unlike(one: I64, other: I64) -> float:
-    """Share of pairs whose operations, or whose roles where both are known, differ."""
-    roles = (one & 0xFF > 0) & (other & 0xFF > 0)
-    return float(np.mean(np.where(roles, one != other, one >> 8 != other >> 8)))
-
-
-def _shift(mine: Series, reference: Series) -> int | None:
-    """What to add to a rank's numbers to get the reference's; None where it is not clear."""
-    seq, time, kind = mine
-    ref_seq, ref_time, ref_kind = reference
-    if len(seq) < 8 or len(ref_seq) < 8:
-        return None
-    at = int(np.abs(time - ref_time[len(ref_time) // 2]).argmin())
-    nearest = int(np.abs(ref_time - time[at]).argmin())
-    middle = int(ref_seq[nearest] - seq[at])
-    step = max(1, int(np.diff(seq).min()))
-    costs: dict[int, float] = {}
-    for shift in range(middle - REACH * step, middle + REACH * step + 1, step):
-        place = np.searchsorted(ref_seq, seq + shift).clip(0, len(ref_seq) - 1)
-        match = ref_seq[place] == seq + shift
-        if match.sum() >= 8 and _unlike(kind[match], ref_kind[place[match]]) <= UNLIKE:
-            costs[shift] = float(np.median(np.abs(time[match] - ref_time[place[match]])))
-    if len(costs) < 2:
-        return None
-    best, second = sorted(costs, key=costs.__getitem__)[:2]
-    return best if costs[best] <= CLEARLY * costs[second] else None

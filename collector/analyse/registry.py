@@ -149,6 +149,7 @@ class Registry:
             elif not c.complete[i] and int(self.epoch[member]) != batch.epoch:
                 # The new agent counts from 0 again where it met the communicator running.
                 self.restarted.append(number)
+                self.complete[member] = False
                 slot.late_attached = True
             elif self.gpu_index[member] < 0 and c.gpu_bus_id[i]:
                 self._set_gpu(c, i, node, member)  # the agent learns it after the first calls
@@ -176,7 +177,7 @@ class Registry:
         self._set_gpu(c, i, node, member)
         self.complete[member] = c.complete[i]
         slot = self.slots[number]
-        if slot is not None and not c.complete[i]:
+        if slot is not None and (slot.late_attached or not c.complete[i]):
             # With every rank that joins, the shifts between all of them are found anew.
             slot.late_attached = True
             self.restarted.append(number)
