@@ -6,7 +6,6 @@ Every source may fail alone: it is then absent and `source_success` says so, and
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from dataclasses import replace
@@ -14,37 +13,34 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lanterne.agent import kubernetes, memory, privileges
+from lanterne.agent import memory, parts, privileges
 from lanterne.agent.comms import Registry
 from lanterne.agent.config import AgentConfig
-from lanterne.agent.credentials import Credentials, Files
-from lanterne.agent.encode import Context, Head, Health
-from lanterne.agent.engines import Endpoint
+from lanterne.agent.encode import Head
 from lanterne.agent.errors import AgentError
 from lanterne.agent.events import Rules
-from lanterne.agent.expert_files import Watched
-from lanterne.agent.expert_sources import ExpertSources, Settings
+from lanterne.agent.expert_sources import ExpertSources
 from lanterne.agent.export import AgentState, Exporter
-from lanterne.agent.inflight import NOTHING, InFlight, in_flight
-from lanterne.agent.keeper import Keeper
 from lanterne.agent.outbox import Outbox
+from lanterne.agent.page_state import page_state, status
+from lanterne.agent.parts import Parts
 from lanterne.agent.pipeline import Pipeline
 from lanterne.agent.places import Places
-from lanterne.agent.pods import Account
-from lanterne.agent.process import Processes, printable
+from lanterne.agent.plugin_memory import PluginMemory
+from lanterne.agent.process import Processes
 from lanterne.agent.ras import Ras
-from lanterne.agent.reload import Reloader
 from lanterne.agent.sources import Sources
-from lanterne.agent.spool import Spool
 from lanterne.agent.stream import Stream
-from lanterne.agent.systemd import Notifier
+from lanterne.agent.window_context import WindowContext
+from lanterne.service.guard import Guard
+from lanterne.service.reload import Reloader
+from lanterne.service.systemd import Notifier
 
 if TYPE_CHECKING:
     from lanterne.agent.uprobes import Uprobes
 
 log = logging.getLogger(__name__)
 
-MAX_CUDA_PROCESSES = 256  # that hold no communicator
 DRAIN_ROWS = 1 << 14  # larger pieces are no faster, and cost memory
 LOOK_SECONDS = 0.05  # between two looks at how full the ring is
 SHORTEST_LOOK = 0.002
@@ -81,22 +77,24 @@ class Agent:
         self._reload_asked = threading.Event()
         self.reloader: Reloader[AgentConfig] | None = None
         self._success: dict[str, bool] = {}
+        # First: a certificate that cannot be used must not become plain text.
+        self._guard = Guard(config.metrics.web_config)
         self._uprobes = self._load() if config.probes.enabled else None
         if config.probes.drop_privileges:
             self._drop_privileges()
         self._processes = Processes(proc)
-        self._ras = Ras(proc) if config.sources.ras else None
-        boot_id = _boot_id(proc)
+        ras = Ras(proc) if config.sources.ras else None
+        boot_id = parts.boot_id(proc)
         self._registry = Registry(
             libraries=self._uprobes.libraries_of if self._uprobes else lambda _: (),
             processes=self._processes,
             limit=config.identity.max_communicators,
             workload_variables=config.identity.workload_variables,
             roles=config.identity.roles,
-            gloo_probes=_gloo_probes(),
+            gloo_probes=parts.gloo_probes(),
             boot_id=boot_id,
             plugins_since=self._uprobes.plugins_since if self._uprobes else lambda: 0,
-            ras=self._ras,
+            ras=ras,
         )
         epoch = time.time_ns()
         self._pipeline = Pipeline(
@@ -113,26 +111,39 @@ class Agent:
         self._sources = Sources(
             proc, self._success, nvml=config.sources.nvml, host=config.sources.host
         )
-        self._kubernetes = _kubernetes(config, self._success)
-        self._places = Places(proc, config.identity.workload_variables, self._kubernetes)
+        self._kubernetes = parts.cluster(config, self._success)
         outbox = Outbox(
             max_batches=config.collector.queue_batches,
             max_bytes=config.collector.queue_bytes,
             epoch=epoch,
         )
-        self._keeper = _keeper(config, outbox)
+        self._keeper = parts.keeper(config, outbox)
         self._stream = Stream(
             config.collector.addresses,
             config.node.name,
             outbox=outbox,
-            credentials=_credentials(config),
+            credentials=parts.credentials(config),
             heartbeat=config.collector.heartbeat_seconds,
             longest_pause=config.collector.backoff_max_seconds,
         )
-        self._experts = ExpertSources(_expert_settings(config), self._success)
+        self._experts = ExpertSources(parts.expert_settings(config), self._success)
         self._state = AgentState(node=config.node.name, version=version())
         self._exporter: Exporter | None = None
-        self._untold = 0  # processes that use CUDA, beyond the bound
+        self._parts = Parts(
+            uprobes=self._uprobes,
+            registry=self._registry,
+            pipeline=self._pipeline,
+            plugin_memory=PluginMemory(proc),
+            sources=self._sources,
+            kubernetes=self._kubernetes,
+            places=Places(proc, config.identity.workload_variables, self._kubernetes),
+            ras=ras,
+            experts=self._experts,
+            keeper=self._keeper,
+            stream=self._stream,
+            success=self._success,
+        )
+        self._context = WindowContext(self._parts, config.window.seconds)
         self._tidy_at = time.monotonic() + TIDY_AFTER
 
     # -- start ------------------------------------------------------------------------------
@@ -180,6 +191,7 @@ class Agent:
     def use(self, config: AgentConfig) -> None:
         """Take over what can change in flight (main.LIVE)."""
         self._config = config
+        self._context.window_seconds = config.window.seconds
         c = config.collector
         self._stream.use(c.addresses, c.heartbeat_seconds, c.backoff_max_seconds)
 
@@ -201,8 +213,10 @@ class Agent:
                     lambda: self._state,
                     lambda: self._problem,
                     self._notifier.stalled,
+                    self._guard,
                 )
-                log.info("metrics served", extra={"port": self._exporter.port})
+                scheme = "https" if self._guard.encrypted else "http"
+                log.info("metrics served", extra={"port": self._exporter.port, "scheme": scheme})
             except OSError as error:
                 log.error(
                     "metrics.listen cannot be used, going on without",
@@ -212,7 +226,7 @@ class Agent:
             self._keeper.start()
         self._stream.start()
         log.info("agent started", extra={"node": config.node.name, "version": version()})
-        self._notifier.ready(_status(self._state, self._uprobes is not None))
+        self._notifier.ready(status(self._state, self._uprobes is not None))
         try:
             self._loop()
         finally:
@@ -328,149 +342,17 @@ class Agent:
 
     def _close_window(self, *, final: bool = False) -> None:
         batches = self._pipeline.close(
-            time.monotonic_ns(), self._stream.stride, self._context, final=final
+            time.monotonic_ns(),
+            self._stream.stride,
+            self._context.read,
+            final=final,
+            origins=self._stream.origins,
         )
         for sequence, batch in batches:
             self._stream.offer(sequence, batch)
-        self._state = self._new_state()
-        self._notifier.status(_status(self._state, self._uprobes is not None))
-
-    def _context(self) -> Context:
-        self._read_kernel()
-        told = self._told_processes()
-        self._sources.read(told)
-        host = self._sources.host
-        started = {pid: reading.start_ticks for pid, reading in host.items()}
-        places = self._places.read(told, self._sources.gpus, started)
-        if self._kubernetes is not None and self._kubernetes.success is not None:
-            self._success["kubernetes"] = self._kubernetes.success
-        if self._ras is not None and self._ras.success is not None:
-            self._success["ras"] = self._ras.success
-        self._registry.verify_processes(time.monotonic_ns())
-        loads, readings = self._experts.take()
-        return Context(
-            realtime_offset_ns=time.time_ns() - time.monotonic_ns(),
-            gpus=self._sources.gpus,
-            processes=self._sources.host,
-            cuda=self._uprobes.cuda if self._uprobes else {},
-            steps=self._uprobes.steps_of() if self._uprobes else {},
-            health=self._health(),
-            in_flight=self._in_flight(),
-            expert_loads=loads,
-            engine_readings=readings,
-            places=places,
-        )
-
-    def _in_flight(self) -> InFlight:
-        """Calls that have lasted for longer than a window."""
-        if self._uprobes is None:
-            return NOTHING
-        try:
-            records = self._uprobes.programs.open_calls()
-        except OSError as error:
-            log.warning("calls in flight not readable", extra={"reason": str(error)})
-            return NOTHING
-        before = time.monotonic_ns() - int(self._config.window.seconds * 1e9)
-        return in_flight(records, self._registry.find(records), before)
-
-    def _told_processes(self) -> set[int]:
-        """Those with a communicator, and the busiest of the others that use CUDA."""
-        holders = self._registry.pids()
-        uses = self._uprobes.cuda if self._uprobes else {}
-        others = [pid for pid in uses if pid not in holders]
-        others.sort(key=lambda pid: (-uses[pid].launches - uses[pid].graph_launches, pid))
-        self._untold = max(0, len(others) - MAX_CUDA_PROCESSES)
-        return holders | set(others[:MAX_CUDA_PROCESSES])
-
-    def _read_kernel(self) -> None:
-        if self._uprobes is None:
-            return
-        try:
-            self._uprobes.read_kernel()
-            self._uprobes.count_steps(self._registry.holders(), self._pipeline.take_replaying())
-        except (AgentError, OSError) as error:
-            self._success["uprobes"] = False
-            log.warning("kernel counters not readable", extra={"reason": str(error)})
-
-    def _health(self) -> Health:
-        uprobes = self._uprobes
-        libraries = list(uprobes.attacher.libraries.values()) if uprobes else []
-        counters = uprobes.counters if uprobes else {}
-        totals = self._stream.totals()
-        return Health(
-            events_read=uprobes.records.read if uprobes else 0,
-            events_submitted=counters.get("submitted", 0),
-            events_lost=uprobes.lost() if uprobes else {},
-            communicators_unresolved=self._registry.unresolved,
-            operations_unresolved=self._pipeline.operations_unresolved,
-            blind_graph_launches=uprobes.steps.blind_launches if uprobes else 0,
-            steps=uprobes.steps.steps if uprobes else 0,
-            blind_steps=uprobes.steps.blind_steps if uprobes else 0,
-            processes_untold=self._untold,
-            source_success=dict(self._success),
-            batches_dropped=sum(totals.lost().values()),
-            libraries_failed=[
-                printable(f"{library.path}: {reason}", 256)
-                for library in libraries
-                for reason in ([library.error] if library.state == "failed" else library.dropped)
-            ],
-        )
-
-    def _new_state(self) -> AgentState:
-        uprobes, registry = self._uprobes, self._registry
-        health, totals = self._health(), self._stream.totals()
-        counters = uprobes.counters if uprobes else {}
-        libraries: dict[tuple[str, str], int] = {}
-        for library in uprobes.attacher.libraries.values() if uprobes else ():
-            pair = (library.kind, library.state)
-            libraries[pair] = libraries.get(pair, 0) + 1
-        stats = uprobes.run_stats() if uprobes else None
-        batches, size = self._stream.queued
-        return replace(
-            self._state,
-            events_read=health.events_read,
-            events_submitted=health.events_submitted,
-            events_lost=health.events_lost,
-            nested_calls=counters.get("nested", 0),
-            orphan_returns=counters.get("orphan_return", 0),
-            comms=len(registry.alive()),
-            comms_unresolved=health.communicators_unresolved,
-            comms_evicted=registry.evicted,
-            operations_unresolved=health.operations_unresolved,
-            device_operations=self._pipeline.windows.device.operations,
-            device_unmatched=self._pipeline.windows.device.unmatched,
-            device_unplaced=self._pipeline.windows.device.unplaced,
-            kernels=self._pipeline.windows.kernels.read,
-            kernel_operations=self._pipeline.windows.kernels.operations,
-            kernels_left_out=dict(self._pipeline.windows.kernels.left_out),
-            groups_forced=self._pipeline.groups.forced,
-            blind_graph_launches=health.blind_graph_launches,
-            steps=health.steps,
-            blind_steps=health.blind_steps,
-            processes_untold=health.processes_untold,
-            probe_runs=stats[0] if stats else None,
-            probe_run_seconds=stats[1] / 1e9 if stats else None,
-            processes=len(uprobes.attacher.processes) if uprobes else 0,
-            source_success=health.source_success,
-            libraries=libraries,
-            batches_sent=totals.sent,
-            batches_resent=totals.resent,
-            batches_acked=totals.acknowledged,
-            batches_dropped=totals.lost(),
-            spool=self._keeper.state() if self._keeper else None,
-            connects=totals.connects,
-            connected=self._stream.connected,
-            queue_batches=batches,
-            queue_bytes=size,
-            stride=self._stream.stride,
-            expert_loads=dict(self._experts.counts.taken),
-            expert_loads_refused=self._experts.refused(),
-            last_window_seconds=time.time(),
-            reload=self.reloader.state if self.reloader else None,
-            gpus=self._sources.gpus,
-            host=self._sources.host,
-            kubernetes_requests=dict(self._kubernetes.requests) if self._kubernetes else {},
-        )
+        told = self.reloader.state if self.reloader else None
+        self._state = page_state(self._state, self._parts, self._context.health(), told)
+        self._notifier.status(status(self._state, self._uprobes is not None))
 
     # -- end --------------------------------------------------------------------------------
 
@@ -507,69 +389,3 @@ class Agent:
         if self._uprobes is not None:
             self._uprobes.close()
         log.info("agent stopped")
-
-
-def _keeper(config: AgentConfig, outbox: Outbox) -> Keeper | None:
-    if not config.spool.path:
-        return None
-    spool = Spool(Path(config.spool.path), config.spool.max_bytes)
-    return Keeper(spool, outbox, config.spool.sync_seconds)
-
-
-def _kubernetes(config: AgentConfig, success: dict[str, bool]) -> kubernetes.Kubernetes | None:
-    c = config.kubernetes
-    account = Account(Path(c.token_file), Path(c.ca_file))
-    try:
-        return kubernetes.connect(
-            c.enabled, config.node.name, c.node_address, c.pod_resources_socket, account, os.environ
-        )
-    except AgentError as error:
-        success["kubernetes"] = False
-        log.warning("no names from Kubernetes", extra={"reason": str(error)})
-        return None
-
-
-def _credentials(config: AgentConfig) -> Credentials:
-    tls = config.tls
-    token = config.collector.token_file
-    if token and not tls.ca:
-        log.warning("the token goes over the network in plain text: set tls.ca")
-    return Credentials(Files(tls.ca, tls.cert, tls.key, token, tls.server_name))
-
-
-def _expert_settings(config: AgentConfig) -> Settings:
-    c = config.experts
-    return Settings(
-        socket=c.socket,
-        listen=c.listen,
-        max_body_bytes=c.max_body_bytes,
-        max_per_second=c.max_per_second,
-        poll_seconds=c.poll_seconds,
-        engines=[Endpoint(e.address, e.kind, e.workload) for e in c.engines],
-        files=[Watched(Path(f.path), f.kind, f.workload, f.model, f.ranks) for f in c.files],
-    )
-
-
-def _status(state: AgentState, probes: bool) -> str:
-    """One line for `systemctl status`."""
-    return (
-        f"probes {'loaded' if probes else 'NOT loaded, see lanterne-agent doctor'}, "
-        f"{state.processes} processes, {state.comms} communicators, "
-        f"{'reporting' if state.connected else 'no collector answers'}"
-    )
-
-
-def _gloo_probes() -> tuple[int, ...]:
-    """Ids of the catalog rows of Gloo functions."""
-    try:
-        from lanterne.probes import catalog
-    except ImportError:
-        return ()
-    return tuple(row.id for row in catalog.ROWS if "gloo" in str(row.library))
-
-
-def _boot_id(proc: Path) -> str:
-    try:
-        return printable((proc / "sys/kernel/random/boot_id").read_text().strip(), 64)
-    except OSError:
-        return ""

@@ -57,7 +57,9 @@ class Outbox:
         self._released: list[tuple[Key, Place]] = []
         self.changed = threading.Condition()
         self.backing = Backing()
-        self.dropped: Counter[str] = Counter(queue_full=0, spool_full=0, spool_damaged=0)
+        self.dropped: Counter[str] = Counter(
+            queue_full=0, too_large=0, spool_full=0, spool_damaged=0
+        )
 
     def put(self, sequence: int, data: bytes) -> None:
         with self.changed:
@@ -121,6 +123,13 @@ class Outbox:
             found = self._remove(key)
             self.changed.notify_all()
             return found
+
+    def drop(self, key: Key, cause: str) -> None:
+        """No collector can ever have it: lost, and counted."""
+        with self.changed:
+            if self._remove(key):
+                self.dropped[cause] += 1
+            self.changed.notify_all()
 
     def again(self, key: Key, not_before: float) -> None:
         with self.changed:

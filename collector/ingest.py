@@ -1,83 +1,40 @@
-"""The gRPC side: frames in, acknowledgements out. The only file that knows grpc.
+"""The gRPC side: the server, its health service, and the streams of agents. The only file that
+knows grpc.
 
-One event loop in its own thread serves every agent (a thread per stream would be thousands).
-Decoding happens here; what passes goes to `on_batch`, which must not block and says whether it took
-the item (False: full, the agent is told to keep the batch and come again). A batch is acknowledged
-only once it has been taken, and the journal (if there is one) has it: sent again to the next run of
+One event loop in its own thread serves every agent (a thread per stream would be thousands), and
+never waits for a disk. What a frame is answered is in `frames`. A batch is acknowledged only once
+it has been taken, and the journal (if there is one) has it on disk: sent again to the next run of
 the collector, it is a duplicate. Without a journal it counts there, where nothing else is known.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from dataclasses import field as default
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from lanterne.collector.admission import Access, Admission, Peer, peer_of
-from lanterne.collector.batch import DecodedBatch
+from lanterne.collector.admission import Admission, Peer, peer_of
+from lanterne.collector.answers import Disk
 from lanterne.collector.certificates import Certificates, Pair
-from lanterne.collector.checks import Limits, check_node
-from lanterne.collector.clock import ClockObservation
-from lanterne.collector.complaints import Complaints
-from lanterne.collector.decode import decode
-from lanterne.collector.errors import (
-    BatchRefused,
-    ListenError,
-    StreamRefused,
-)
-from lanterne.collector.rates import Rate, Rates
-from lanterne.collector.recording import BATCH, CLOCK, Received
+from lanterne.collector.errors import ListenError, StreamRefused
+from lanterne.collector.frames import Frames, Item
+from lanterne.collector.ingest_config import IngestConfig
+from lanterne.collector.journal import Journal
+from lanterne.collector.origins import Origins
+from lanterne.collector.recording import Received
 from lanterne.collector.seen import Seen
 from lanterne.collector.server_options import server_options
+from lanterne.collector.streams import Streams
 from lanterne.proto import telemetry_pb2 as pb
 
 SERVICE = "lanterne.v1.Telemetry"
-END_WITHIN_SECONDS = 5.0  # of trust withdrawn; spread, so that agents do not all come at once
 
 _END: Any = cast(Any, grpc.aio).EOF  # what read() gives at the end; missing from grpc's stubs
-
-Item = DecodedBatch | ClockObservation
-
-
-@dataclass(frozen=True)
-class IngestConfig:
-    limits: Limits = default(default_factory=Limits)
-    nodes: int = 8_192
-    access: Access = default(default_factory=Access)
-    rate: Rate = default(default_factory=Rate)
-    connections: int = 16_384
-    # A stream is ended then, and the agent comes again: certificate and token are looked at anew.
-    stream_seconds: float = 3600.0
-    keepalive_seconds: float = 30.0
-    # Agents may ping this often; more often costs them the connection (ENHANCE_YOUR_CALM).
-    min_ping_seconds: float = 5.0
-
-
-def ingest_config(
-    batch_bytes: int, nodes: int, admission: Mapping[str, Any] | None = None
-) -> IngestConfig:
-    """From builtin values; admission: see admission_options."""
-    limits = Limits(batch_bytes=batch_bytes)
-    if admission is None:
-        return IngestConfig(limits=limits, nodes=nodes)
-    return IngestConfig(
-        limits=limits,
-        nodes=nodes,
-        access=Access(**admission["access"]),
-        rate=Rate(**admission["rate"]),
-        connections=admission["connections"],
-    )
 
 
 class Ingest:
@@ -93,35 +50,13 @@ class Ingest:
         """on_batch: takes a DecodedBatch or ClockObservation without blocking; False when full.
         stride: what to ask of the agents in the next Ack. Both are called in the server's thread.
         """
-        self._on_batch = on_batch
-        # Takes the frames of which something was taken, to be recorded; set before `start`.
-        self.on_frame: Callable[[Received], object] | None = None
-        self._stride = stride
         self._config = config or IngestConfig()
-        self.seen = Seen(self._config.nodes)
-        # Told of each batch that was taken, before it is acknowledged; set before `start`.
-        self.on_taken: Callable[[str, int, int], object] = lambda node, epoch, sequence: None
-        self._counts: Counter[str] = Counter(
-            frames=0,
-            batches_accepted=0,
-            batches_duplicate=0,
-            batches_refused=0,
-            batches_retried=0,
-            batches_rate_limited=0,
-            clock_dropped=0,
-            unknown_communicators=0,
-            unknown_rows=0,
-            unknown_values=0,
-            streams_token=0,
-            streams_node_name=0,
+        self._frames = Frames(on_batch=on_batch, config=self._config)
+        self._streams = Streams(
+            self._frames, self._config, stride=stride, trust=self._trust, end=_END
         )
         self._certificates: Certificates | None = None
         self._shown: Pair | None = None  # the pair that gRPC has
-        self._admission = Admission()
-        self._rates = Rates(self._config.rate, self._config.nodes)
-        self._complaints = Complaints()
-        self._refused: Counter[str] = Counter()
-        self._streams: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: grpc.aio.Server | None = None
@@ -132,15 +67,35 @@ class Ingest:
 
     def counts(self) -> Mapping[str, int]:
         """Totals of frames and batches, by what became of them."""
-        return dict(self._counts)
+        return dict(self._frames.counts)
 
     def refused(self) -> Mapping[str, int]:
         """Refused batches by reason code."""
-        return dict(self._refused)
+        return dict(self._frames.refused)
 
     def connected(self) -> frozenset[str]:
         """Nodes with an open stream."""
-        return frozenset(n for n, streams in list(self._streams.items()) if streams > 0)
+        return self._streams.connected()
+
+    # ---- what it is told
+
+    @property
+    def origins(self) -> Origins:
+        return self._streams.origins
+
+    @property
+    def seen(self) -> Seen:
+        """Which batches were taken."""
+        return self._frames.seen
+
+    def record(self, take: Callable[[Received], object]) -> None:
+        """Before `start`: `take` gets the frames of which something was taken, without blocking."""
+        self._frames.on_frame = take
+
+    def keep(self, journal: Journal) -> None:
+        """Before `start`: acknowledge only what this has kept; it knows what `seen` does."""
+        self._frames.journal = journal
+        self._streams.disk = Disk(journal)
 
     # ---- life
 
@@ -152,7 +107,7 @@ class Ingest:
         access = self._config.access
         if access.cert:
             self._certificates = Certificates(access.cert, access.key, access.client_ca)
-        self._admission = Admission(access.shared_names, access.token_file)
+        self._frames.admission = Admission(access.shared_names, access.token_file)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="ingest", daemon=True)
         thread.start()
@@ -268,168 +223,32 @@ class Ingest:
     # ---- the stream
 
     async def _report(self, _: object, context: Any) -> None:
-        """Read and answer until the agent ends its stream. By read and write, not by generators:
-        those cost half as much again."""
-        most = self._config.nodes
-        nodes: set[str] = set()  # one for an agent's own stream, many for a relay's
         certified = self._shown is not None and self._shown.client_ca is not None
         peer = peer_of(context.peer(), context.auth_context(), certified=certified)
-        trust = self._trust()
-        end_ns = time.monotonic_ns() + _spread_ns(self._config.stream_seconds)
         try:
-            self._admission.check_token(context.invocation_metadata())
-            while (data := await context.read()) is not _END:
-                received_ns = time.monotonic_ns()
-                frame, ack = self._frame(data, received_ns, peer)
-                if frame is not None and frame.node not in nodes and len(nodes) < most:
-                    nodes.add(frame.node)
-                    self._streams[frame.node] += 1
-                ack.collector_received_ns = received_ns
-                ack.stride = max(1, self._stride())
-                # As late as can be: what passes between the two is taken off the round trip.
-                ack.collector_sent_ns = time.monotonic_ns()
-                await context.write(ack)
-                if trust != (now := self._trust()):
-                    trust = now
-                    end_ns = min(end_ns, received_ns + _spread_ns(END_WITHIN_SECONDS))
-                if received_ns >= end_ns:
-                    return  # the agent comes again with what was not answered
+            self._frames.admission.check_token(context.invocation_metadata())
+            await self._streams.serve(context, peer)
         except StreamRefused as refusal:
             code = self._turn_away(peer, refusal)
             await context.abort(code, str(refusal))
-        finally:
-            for node in nodes:
-                self._streams[node] -= 1
-                if self._streams[node] <= 0:
-                    del self._streams[node]
 
     def _trust(self) -> tuple[int, bytes | None]:
         """Changes with whom we trust: streams of before are then looked at anew."""
-        self._admission.look()
+        admission = self._frames.admission
+        admission.look()
         if self._certificates is None:
-            return self._admission.generation, None
+            return admission.generation, None
         self._certificates.renew()
-        return self._admission.generation, self._certificates.pair.client_ca
+        return admission.generation, self._certificates.pair.client_ca
 
     def _turn_away(self, peer: Peer, refusal: StreamRefused) -> grpc.StatusCode:
-        self._counts[f"streams_{refusal.cause}"] += 1
-        self._complaints.stream(peer.host, refusal.cause, str(refusal))
+        self._frames.counts[f"streams_{refusal.cause}"] += 1
+        self._frames.complaints.stream(peer.host, refusal.cause, str(refusal))
         known = grpc.StatusCode
         return known.UNAUTHENTICATED if refusal.cause == "token" else known.PERMISSION_DENIED
-
-    def _frame(self, data: bytes, received_ns: int, peer: Peer) -> tuple[pb.Frame | None, pb.Ack]:
-        """-> (the frame if it is one, its answer without the times). Raises StreamRefused."""
-        self._counts["frames"] += 1
-        try:
-            frame = pb.Frame.FromString(data)
-        except DecodeError as error:
-            return None, self._refuse(
-                peer, "", pb.Ack(), "frame", f"not a lanterne.v1.Frame: {error}"
-            )
-        ack = pb.Ack(frame_sent_ns=frame.sent_ns)
-        try:
-            check_node(frame.node)
-        except BatchRefused as refusal:
-            return None, self._refuse(peer, "", ack, refusal.code, str(refusal))
-        self._admission.check_node(peer, frame.node)
-        used = CLOCK if frame.HasField("clock") and self._clock(frame) else 0
-        if not frame.batch:
-            ack.status = pb.STATUS_ACCEPTED
-            self._keep(frame, data, received_ns, used)
-            return frame, ack
-        if not self._rates.take(frame.node, len(data), received_ns / 1e9):
-            self._counts["batches_rate_limited"] += 1
-            ack.status = pb.STATUS_RETRY
-            ack.reason = "more than one node may send: send again later"
-            self._keep(frame, data, received_ns, used)
-            return frame, ack
-        try:
-            batch = decode(
-                frame.batch,
-                received_ns=received_ns,
-                limits=self._config.limits,
-                left_out=self._counts,
-            )
-        except BatchRefused as refusal:
-            self._keep(frame, data, received_ns, used)
-            return frame, self._refuse(peer, frame.node, ack, refusal.code, str(refusal))
-        ack.epoch, ack.sequence = batch.epoch, batch.sequence
-        if batch.node != frame.node:
-            self._keep(frame, data, received_ns, used)
-            reason = f"batch of node {batch.node} in a frame of node {frame.node}"
-            return frame, self._refuse(peer, frame.node, ack, "node", reason)
-        if not self._rates.communicators(batch.node, batch.communicators, received_ns / 1e9):
-            self._keep(frame, data, received_ns, used)
-            reason = "more new communicators than one node may name"
-            return frame, self._refuse(peer, frame.node, ack, "cardinality", reason)
-        self._take(batch, ack, peer)
-        if ack.status == pb.STATUS_ACCEPTED:
-            used |= BATCH
-        self._keep(frame, data, received_ns, used)
-        return frame, ack
-
-    def _keep(self, frame: pb.Frame, data: bytes, received_ns: int, used: int) -> None:
-        """For the recording: as received where its batch was taken, else without the batch."""
-        if self.on_frame is None or not used:
-            return
-        if not used & BATCH and frame.batch:
-            frame.ClearField("batch")
-            data = frame.SerializeToString()
-        self.on_frame(Received(received_ns, used, data))
-
-    def _clock(self, frame: pb.Frame) -> bool:
-        """Whether it was taken."""
-        c = frame.clock
-        limit = 1 << 62
-        if max(c.agent_sent_ns, c.collector_received_ns, c.collector_sent_ns) >= limit:
-            return False
-        taken = c.agent_received_ns < limit and self._on_batch(
-            ClockObservation(
-                node=frame.node,
-                agent_sent_ns=c.agent_sent_ns,
-                collector_received_ns=c.collector_received_ns,
-                collector_sent_ns=c.collector_sent_ns,
-                agent_received_ns=c.agent_received_ns,
-            )
-        )
-        if not taken:
-            self._counts["clock_dropped"] += 1
-        return taken
-
-    def _take(self, batch: DecodedBatch, ack: pb.Ack, peer: Peer) -> None:
-        """Hand a new batch on, once. No await between the question and the mark: one loop."""
-        verdict = self.seen.verdict(batch.node, batch.epoch, batch.sequence)
-        if verdict == "duplicate":
-            self._counts["batches_duplicate"] += 1
-            ack.status = pb.STATUS_DUPLICATE
-        elif verdict == "stale":
-            reason = f"epoch {batch.epoch} is older than those remembered: cannot rule out a repeat"
-            self._refuse(peer, batch.node, ack, "stale_epoch", reason)
-        elif self._on_batch(batch):
-            self.seen.add(batch.node, batch.epoch, batch.sequence)
-            self.on_taken(batch.node, batch.epoch, batch.sequence)
-            self._counts["batches_accepted"] += 1
-            ack.status = pb.STATUS_ACCEPTED
-        else:
-            self._counts["batches_retried"] += 1
-            ack.status = pb.STATUS_RETRY
-            ack.reason = "the collector's queue is full: send again later"
-
-    def _refuse(self, peer: Peer, node: str, ack: pb.Ack, code: str, reason: str) -> pb.Ack:
-        self._counts["batches_refused"] += 1
-        self._refused[code] += 1
-        self._complaints.batch(peer.host, node, code, reason)
-        ack.status = pb.STATUS_REFUSED
-        ack.reason = f"{code}: {reason}"
-        return ack
 
 
 def _configuration(pair: Pair) -> Any:
     return grpc.ssl_server_certificate_configuration(
         [(pair.key, pair.chain)], root_certificates=pair.client_ca
     )
-
-
-def _spread_ns(seconds: float) -> int:
-    """Between half of it and all."""
-    return int(seconds * (0.5 + random.random() / 2) * 1e9)

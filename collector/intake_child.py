@@ -18,16 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lanterne.collector import log as logs
 from lanterne.collector.batch import DecodedBatch
-from lanterne.collector.errors import CertificateError, ListenError, RecordingError
+from lanterne.collector.errors import ListenError, RecordingError
 from lanterne.collector.handover import Item, Packer
-from lanterne.collector.ingest import Ingest, IngestConfig, ingest_config
+from lanterne.collector.ingest import Ingest
+from lanterne.collector.ingest_config import IngestConfig, ingest_config
 from lanterne.collector.journal import Journal
 from lanterne.collector.link import (
     CROWDED,
     ITEMS,
     LOG,
+    ORIGINS,
     PORT,
     PROBLEM,
     START,
@@ -39,7 +40,9 @@ from lanterne.collector.link import (
 )
 from lanterne.collector.recorder import Recorder
 from lanterne.collector.recording import Header
-from lanterne.collector.systemd import mark_priorities
+from lanterne.service import log as logs
+from lanterne.service.errors import CertificateError
+from lanterne.service.systemd import mark_priorities
 
 log = logging.getLogger("lanterne.collector.intake")
 
@@ -140,11 +143,11 @@ def _child(fd: int, parent: int) -> None:
         port = ingest.listen(options["address"])
         if options["record"]:
             recorder = _recorder(options["record"])
-            ingest.on_frame = recorder.take
+            ingest.record(recorder.take)
         if options["state"]:
             journal = Journal(Path(options["state"]), ingest.seen)
             journal.open()
-            ingest.on_taken = journal.add
+            ingest.keep(journal)
     except (CertificateError, ListenError, RecordingError) as error:
         link.send(PROBLEM, str(error).encode())
         return
@@ -164,6 +167,8 @@ def _child(fd: int, parent: int) -> None:
             kind, body = message
             if kind == STRIDE:
                 stride[0] = int(body)
+            elif kind == ORIGINS:
+                ingest.origins.take(marshal.loads(body))
             elif kind == START:
                 ingest.start()
             elif kind == LOG:

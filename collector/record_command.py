@@ -16,7 +16,9 @@ from pathlib import Path
 
 from lanterne.collector.admission_options import admission_options
 from lanterne.collector.config import CollectorConfig
-from lanterne.collector.ingest import Ingest, Item, ingest_config
+from lanterne.collector.frames import Item
+from lanterne.collector.ingest import Ingest
+from lanterne.collector.ingest_config import ingest_config
 from lanterne.collector.recorder import Recorder
 from lanterne.collector.recording import Header
 
@@ -61,7 +63,7 @@ def record(
         ingest.stop()
         raise
     room.append(recorder)
-    ingest.on_frame = recorder.take
+    ingest.record(recorder.take)
     ingest.start()
     log.info("recording to %s; agents report to port %d (gRPC)", config.record.path, port)
     started(port)
@@ -89,9 +91,9 @@ def _tell(
             if asked.get(timeout=SIGNAL_SECONDS) != signal.SIGHUP:
                 return
             reload()
+        counts = recorder.counts()
         if time.monotonic() < due:
             continue
-        counts = recorder.counts()
         log.info(
             "%d nodes, %d frames in %d bytes, %d not recorded",
             len(ingest.connected()),

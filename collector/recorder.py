@@ -22,6 +22,7 @@ from pathlib import Path
 from lanterne.collector import recording
 from lanterne.collector.errors import RecordingError
 from lanterne.collector.recording import Header, Received
+from lanterne.collector.slow_disk import SlowDisk
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Recorder:
         self._waiting_bytes = 0
         self._wake = threading.Condition()
         self._closing = False
+        self._slow = SlowDisk(path, "frames wait in memory; beyond its bound they are dropped")
         self._counts: Counter[str] = Counter(
             recorded_frames=0, recorded_bytes=0, recording_dropped_queue=0, recording_dropped_disk=0
         )
@@ -70,7 +72,9 @@ class Recorder:
         self._thread.start()
 
     def counts(self) -> Mapping[str, int]:
-        """Frames and bytes written, frames dropped by cause; since the start."""
+        """Frames and bytes written, frames dropped by cause; since the start. To be asked now and
+        then: a disk that takes long is noticed here."""
+        self._slow.look()
         return dict(self._counts)
 
     def has_room(self) -> bool:
@@ -107,7 +111,8 @@ class Recorder:
                 closing = self._closing
                 entries, self._waiting = self._waiting, []
             for part in _in_blocks(entries):
-                self._write(part)
+                with self._slow:
+                    self._write(part)
             with self._wake:
                 self._waiting_bytes -= sum(map(len, entries))
         self._end()

@@ -100,6 +100,10 @@ class Seen:
         entry.epochs.move_to_end(epoch)
         known.add(sequence)
 
+    def like(self) -> Seen:
+        """An empty one with the same bound."""
+        return Seen(self._limit)
+
     def restore(self, node: str, entry: NodeSeen) -> None:
         """Put back what `items` gave, as the node heard of last."""
         self._entry(node)

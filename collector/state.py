@@ -15,12 +15,15 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from lanterne.collector.slow_disk import SlowDisk
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ Saved = tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]
 MAGIC = b"lanterne state\n"
 VERSION = 1
 MAX_BYTES = 1 << 30
+CLOSE_SECONDS = 5.0
 EXPERTS = "experts.state"  # its name in the state folder
 _HEAD = struct.Struct("<IQ32s")
 _DTYPES = ("<f4", "<f8", "<i8")
@@ -89,7 +93,10 @@ def _items(payload: bytes) -> list[Saved]:
 
 
 class StateFile:
-    """One path, or none. Errors are logged and counted in `errors`, never raised."""
+    """One path, or none. Errors are logged and counted in `errors`, never raised.
+
+    `load`, `due`, `save`, `close` in one thread; `save` leaves the disk to a thread of its own.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """path: its folder must exist and be writable, or nothing is kept."""
@@ -97,6 +104,16 @@ class StateFile:
         self.errors = {"unreadable": 0, "corrupt": 0, "unwritable": 0}
         self.saved_at = 0.0  # UNIX seconds; 0: not yet
         self._tried_at = 0.0
+        self._slow = SlowDisk(path or Path(), "the load history is kept once it does")
+        self._wake = threading.Condition()
+        self._newest: tuple[bytes, float] | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="state", daemon=True)
+
+    def counts(self) -> Mapping[str, int]:
+        """`errors`, and how often the disk took long. Any thread; to be asked now and then."""
+        self._slow.look()
+        return {**self.errors, "stalled": self._slow.times}
 
     def load(self, restore: Callable[[list[Saved]], None]) -> None:
         """Hand the kept items to `restore`, which raises ValueError where it refuses them."""
@@ -120,19 +137,50 @@ class StateFile:
         return self.path is not None and abs(now - self._tried_at) >= seconds
 
     def save(self, items: Sequence[Saved], now: float) -> None:
+        """Never waits for the disk; what still waits for it is replaced."""
         if self.path is None:
             return
         self._tried_at = now
-        part = self.path.with_name(self.path.name + ".part")
+        data = pack(items)
+        with self._wake:
+            self._newest = data, now
+            self._wake.notify()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Write what was saved last, and end."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.error("state %s not written within %.0f s", self.path, CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            with self._wake:
+                while self._newest is None and not self._closing:
+                    self._wake.wait()
+                newest, self._newest = self._newest, None
+                closing = self._closing
+            if newest is not None and self.path is not None:
+                with self._slow:
+                    self._write(self.path, *newest)
+
+    def _write(self, path: Path, data: bytes, now: float) -> None:
+        part = path.with_name(path.name + ".part")
         try:
             with part.open("wb") as file:
-                file.write(pack(items))
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(self.path)
+            part.replace(path)
         except OSError as error:
             if not self.errors["unwritable"]:
-                log.error("state %s cannot be written (%s)", self.path, error.strerror)
+                log.error("state %s cannot be written (%s)", path, error.strerror)
             self.errors["unwritable"] += 1
         else:
             self.saved_at = now

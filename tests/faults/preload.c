@@ -3,7 +3,7 @@
  * Faults of the machine that one process can be shown without the others noticing: preloaded, it
  * answers some calls of libc in another way. The file that FAULTS_CONTROL names holds two numbers,
  * which may change at any time: seconds by which CLOCK_REALTIME is off, and milliseconds that a
- * write or sync of a file below FAULTS_SLOW takes longer.
+ * sync of a file below FAULTS_SLOW takes longer.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -81,8 +81,10 @@ static void linger(int fd)
 	path[size] = 0;
 	if (strncmp(path, slow_folder, strlen(slow_folder)))
 		return;
-	struct timespec wait = {control->slow_ms / 1000, control->slow_ms % 1000 * 1000000L};
-	nanosleep(&wait, NULL);
+	/* A disk that is well again answers at once, also those who were waiting for it. */
+	const struct timespec wait = {0, 10 * 1000000L};
+	for (long long ms = 0; ms < control->slow_ms; ms += 10)
+		nanosleep(&wait, NULL);
 }
 
 int fdatasync(int fd)

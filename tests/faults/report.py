@@ -39,6 +39,10 @@ NAMES = {
     "disk_full": ("spool's disk full", "{in_memory_batches:.0f} batches in memory"),
     "torn_spool": ("torn spool", "{damaged_batches} batches damaged"),
     "slow_disk": ("slow disk", "7 s a sync"),
+    "collectors_disk_stalls": (
+        "collector's disk stalls",
+        "{stalled_seconds:.0f} s, {batches_waiting:.0f} batches waited",
+    ),
     "clock_steps": ("clock stepped", "±1 h, agents and collector"),
     "strangers": ("strangers", "{connections} connections"),
     "slow_readers": ("slow readers of /metrics", "{readers} readers"),

@@ -113,7 +113,8 @@ def nonsense(number: int) -> Iterator[bytes]:
         pb.Frame(node="evil", batch=m.SerializeToString()).SerializeToString()
         for m in (old, billion)
     )
-    yield pb.Frame(node="evil", batch=b"\xff" * (8 << 20)).SerializeToString()
+    for mib in (8, 12):
+        yield pb.Frame(node="evil", batch=b"\xff" * (mib << 20)).SerializeToString()
     for turn in range(number):
         base = rng.choice(valid)
         yield (blind if turn % 2 else damage)(rng, base, valid)
@@ -126,7 +127,7 @@ def send_nonsense(fleet: Fleet, answers: Counter[int]) -> None:
         answers.update(pb.Ack.FromString(ack).status for ack in call(nonsense(MALFORMED)))
         for _ in range(3):
             with pytest.raises(grpc.RpcError):
-                list(call(iter([b"\0" * (16 << 20)])))
+                list(call(iter([b"\0" * (24 << 20)])))
 
 
 def test_malformed_and_oversized(tmp_path: Path, figures: Figures) -> None:
@@ -160,7 +161,7 @@ def test_malformed_and_oversized(tmp_path: Path, figures: Figures) -> None:
         after=after,
     )
     assert counted == answers[pb.STATUS_REFUSED] > MALFORMED // 2
-    assert {"schema", "n_ranks", "proto"} <= reasons
+    assert {"schema", "n_ranks", "proto", "size"} <= reasons
     for cause in ("schema", "n_ranks"):
         assert len(re.findall(rf"node=evil .*cause={cause} ", log)) == 1, "named in the log once"
     assert_bounded(grown, after)

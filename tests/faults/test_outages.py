@@ -250,6 +250,49 @@ def test_slow_disk(tmp_path: Path, figures: Figures) -> None:
     assert account.made == account.delivered
 
 
+def test_collectors_disk_stalls(tmp_path: Path, figures: Figures) -> None:
+    """No sync of the collector's state comes to an end for a while: verdicts go on, agents keep
+    what is not on its disk, and all arrives once."""
+    preload = Preload(tmp_path, slow=tmp_path / "state")
+    with Fleet(tmp_path, collector_env=preload.env) as fleet:
+        with judged(fleet) as job:
+            preload.set(sync_ms=600_000)
+
+            def metric(name: str, **labels: str) -> float:
+                page = fleet.collector.collector_metrics()
+                return page.total(f"lanterne_collector_{name}", **labels)
+
+            wait_for(
+                lambda: metric("state_errors_total", reason="journal_stalled") >= 1,
+                PATIENCE,
+                "a stalled disk is counted",
+            )
+            wait_for(
+                lambda: metric("batches_total", status="unkept") >= 1, PATIENCE, "agents keep them"
+            )
+            time.sleep(STOP_SECONDS)
+            assert fleet.named() == {("w", SLOW)}
+            kept = fleet.nodes["a"].agent_metrics().total("lanterne_agent_queue_batches")
+            preload.set()
+            verdict = fleet.wait_named_anew(("w", SLOW))
+            job.stop()
+            settle(fleet)
+            nothing_lost(fleet)
+            for name in fleet.nodes:
+                fleet.end_agent(name, kill=False)
+            account = fleet.account([job])
+    preload.close()
+    figures(
+        **asdict(account),
+        stalled_seconds=STOP_SECONDS,
+        batches_waiting=kept,
+        verdict_seconds=round(verdict, 1),
+    )
+    assert kept >= 1
+    assert account.adds_up
+    assert account.made == account.delivered
+
+
 def test_clock_steps(tmp_path: Path, figures: Figures) -> None:
     """CLOCK_REALTIME of the agents an hour ahead, an hour behind, and right again; the same for the
     collector; and an agent that is started anew an hour before it was last. CLOCK_MONOTONIC cannot

@@ -56,6 +56,7 @@ def test_saving_replaces_the_file_whole_and_keeps_to_its_pace(tmp_path: Path) ->
     state = StateFile(tmp_path / "s")
     assert state.due(1000.0, 30)
     state.save(ITEMS, 1000.0)
+    state.close()
     assert not state.due(1010.0, 30)
     assert state.due(1030.0, 30)
     assert state.due(900.0, 30)  # the clock was set back
@@ -69,6 +70,7 @@ def test_saving_replaces_the_file_whole_and_keeps_to_its_pace(tmp_path: Path) ->
 def test_what_cannot_be_written_or_read_is_counted(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "absent" / "s")
     state.save(ITEMS, 1.0)
+    state.close()
     assert state.errors["unwritable"] == 1
     assert state.saved_at == 0
     state.load(lambda _: pytest.fail("there is nothing"))
@@ -82,6 +84,7 @@ def test_what_cannot_be_written_or_read_is_counted(tmp_path: Path) -> None:
 def test_what_the_analysis_refuses_counts_as_corrupt(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "s")
     state.save(ITEMS, 1.0)
+    state.close()
 
     def refuse(_: object) -> None:
         raise ValueError("not mine")
@@ -94,6 +97,7 @@ def test_without_a_path_nothing_happens() -> None:
     state = StateFile(None)
     assert not state.due(math.inf, 1)
     state.save(ITEMS, 1.0)
+    state.close()
     state.load(lambda _: pytest.fail("there is nothing"))
     assert usable("") is None
     assert usable("/nonexistent-folder/x") is None
