@@ -1,84 +1,110 @@
-"""The HTTP server of the agent's own pages, bounded: it is privileged, and anybody may connect.
+"""The HTTP server of the agent's own pages: it is privileged, and anybody may connect.
 
-The standard library's, which prometheus_client has in memory already; but that one starts a thread
-for each connection and waits for ever for a request.
+`connections` has the sockets; here a request that is whole goes through the standard library's
+parser and WSGI handler, which prometheus_client has in memory already.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
+import logging
 import socket
-import socketserver
-import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from urllib.parse import unquote_to_bytes
+from wsgiref.handlers import SimpleHandler
 
-CONNECTIONS = 16  # at a time; what comes beyond is closed at once
-SECONDS = 10.0  # of a connection, from first byte to last
+from lanterne.service.connections import BACKLOG, Answer, Connections, Request
+from lanterne.service.guard import SOCKET, Guard
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 64  # at a time
+SECONDS = 10.0  # for a whole request; three times that for the answer
+THREADS = 2  # one may be busy with a password
+SHUTDOWN_SECONDS = 1.0
+
+App = Callable[..., Any]
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = SECONDS
+class _Parser(BaseHTTPRequestHandler):
+    """Of one head; where it is none of HTTP's, `answer` says so."""
 
-    def handle(self) -> None:
-        # `timeout` is between two bytes only: one a second would hold a connection for ever.
-        end = threading.Timer(SECONDS, self._end)
-        end.daemon = True
-        end.start()
-        try:
-            super().handle()
-        except OSError:  # the client has gone, or its time was over
-            pass
-        finally:
-            end.cancel()
-
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+    def __init__(self, request: Request) -> None:
+        self.client_address = (request.address, request.port)
+        self.answer = io.BytesIO()
+        self.rfile, self.wfile = io.BytesIO(request.head), self.answer
+        self.raw_requestline = self.rfile.readline()
+        self.valid = self.parse_request()
+        self.close_connection = True
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-class PageServer(socketserver.ThreadingMixIn, WSGIServer):
+class _Handler(SimpleHandler):
+    os_environ = {}  # noqa: RUF012  (not the process's own, which would be in every request)
+    server_software = "lanterne-agent"
+
+    def log_exception(self, exc_info: Any) -> None:
+        log.error("a page failed", exc_info=exc_info)
+
+
+class PageServer:
     """Serves `app` in its own threads until closed. Raises OSError where the address is taken."""
 
-    daemon_threads = True
-    request_queue_size = 16
+    def __init__(self, host: str, port: int, app: App, guard: Guard | None = None) -> None:
+        guard = guard or Guard("")
+        listener = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=BACKLOG,
+            dualstack_ipv6=host == "::",
+        )
+        self.server_port = int(listener.getsockname()[1])
+        self._app = guard.protect(app)
+        self._connections = Connections(
+            listener,
+            self._answer,
+            refused=guard.refused,
+            context=lambda: guard.config().context,
+            threads=THREADS,
+            seconds=SECONDS,
+            most=CONNECTIONS,
+        )
+        self._connections.start()
 
-    def __init__(self, host: str, port: int, app: Callable[..., Any]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._slots = threading.BoundedSemaphore(CONNECTIONS)
-        self.refused = 0
-        super().__init__((host, port), _Handler)
-        self.set_app(app)
-        self._thread = threading.Thread(target=self.serve_forever, name="pages", daemon=True)
-        self._thread.start()
+    def _answer(self, request: Request) -> Answer:
+        parsed = _Parser(request)
+        if not parsed.valid:
+            return Answer([parsed.answer.getvalue()])
+        handler = _Handler(
+            io.BytesIO(), parsed.answer, io.StringIO(), self._environ(request, parsed)
+        )
+        handler.run(self._app)
+        page = parsed.answer.getvalue()
+        if parsed.command == "HEAD":
+            page = page[: page.find(b"\r\n\r\n") + 4]
+        return Answer([page])
 
-    def server_bind(self) -> None:
-        # HTTPServer's asks the resolver for a name that nobody needs.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "lanterne-agent", int(self.server_address[1])
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.refused += 1
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing of a client's is worth a traceback."""
+    def _environ(self, request: Request, parsed: _Parser) -> dict[str, Any]:
+        path, _, query = parsed.path.partition("?")
+        environ = {
+            f"HTTP_{name.upper().replace('-', '_')}": value
+            for name, value in parsed.headers.items()
+        }
+        return environ | {
+            "REQUEST_METHOD": parsed.command,
+            "SCRIPT_NAME": "",
+            "PATH_INFO": unquote_to_bytes(path).decode("latin-1"),
+            "QUERY_STRING": query,
+            "REMOTE_ADDR": request.address,
+            "SERVER_NAME": "lanterne-agent",
+            "SERVER_PORT": str(self.server_port),
+            "SERVER_PROTOCOL": parsed.request_version,
+            SOCKET: request.tls,
+        }
 
     def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join(2.0)
+        self._connections.stop(SHUTDOWN_SECONDS)

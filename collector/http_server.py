@@ -1,112 +1,71 @@
-"""cheroot's WSGI server, bounded: silent and slow clients, TLS handshakes, whole requests.
+"""The HTTP side: cheroot reads requests and writes answers, `connections` has the sockets.
 
-TLS is not cheroot's: its adapter shakes hands in the one thread that accepts, where a client that
-stops in the middle would hold up all others. Here a worker does it.
+cheroot's own server waits in its few workers for whatever a client says next: some that say nothing
+would hold all of them. Here a worker gets a request that is whole, and gives its answer back.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import logging
+import re
 import socket
-import ssl
-import threading
-from collections.abc import Mapping
-from typing import Any
 
 from cheroot import wsgi
-from cheroot.makefile import MakeFile
 from cheroot.server import HTTPConnection
-from cheroot.ssl import Adapter
 
 from lanterne.collector.errors import ListenError
-from lanterne.collector.guard import SOCKET, Application, Guard
+from lanterne.service.connections import BACKLOG, HEAD_BYTES, Answer, Connections, Request
+from lanterne.service.guard import SOCKET, Application, Guard
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 16_384
 MAX_BODY_BYTES = 4096  # nothing here reads a body
-BACKLOG = 64
+MAX_CONNECTIONS = 512
 SHUTDOWN_SECONDS = 3
-DEFER_SECONDS = 30
-WHOLE_REQUEST = 3  # timeouts; the timeout itself is that of a single read or write
+_HAS_BODY = re.compile(rb"\r\n(?:content-length|transfer-encoding)[ \t]*:", re.IGNORECASE)
 
 
-class _Tls(Adapter):
-    """Sockets that are going to be TLS; the context may be another one for each."""
+class _Head(io.BytesIO):
+    bytes_read = 0
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def bind(self, sock: socket.socket) -> socket.socket:
-        return sock
-
-    def wrap(self, sock: socket.socket) -> tuple[socket.socket, Mapping[str, Any]]:
-        context = self._guard.config().context
-        if context is None:  # cannot be: it is not switched off in flight
-            raise ssl.SSLError("no certificate")
-        wrapped = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return wrapped, {"wsgi.url_scheme": "https", "HTTPS": "on", SOCKET: wrapped}
-
-    def get_environ(self) -> Mapping[str, Any]:
-        return {}
-
-    def makefile(self, sock: socket.socket, mode: str = "r", bufsize: int = -1) -> Any:
-        return MakeFile(sock, mode, bufsize)
+    def has_data(self) -> bool:
+        return False
 
 
-class _Connection(HTTPConnection):
-    _shaken = False
+class _Parts:
+    """What cheroot writes, in the pieces in which it does: a page of megabytes is not copied."""
 
-    def communicate(self) -> bool:
-        """One request, in a worker's thread; -> whether the connection stays open."""
-        # `timeout` is between two bytes only: one a second would hold a worker for ever.
-        end = threading.Timer(WHOLE_REQUEST * self.server.timeout, self._end)
-        end.daemon = True
-        end.start()
-        try:
-            if isinstance(self.socket, ssl.SSLSocket) and not self._shaken:
-                self.socket.do_handshake()
-                self._shaken = True
-            return bool(super().communicate())  # type: ignore[no-untyped-call]
-        except OSError as error:
-            self._broken(error)
-            return False
-        finally:
-            end.cancel()
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.bytes_written = 0
 
-    def _broken(self, error: OSError) -> None:
-        if not self._shaken and isinstance(error, ssl.SSLError):
-            self.server.guard.refused["certificate"] += 1
-            log.warning(
-                "http: TLS handshake failed",
-                extra={"peer": self.remote_addr, "reason": str(error)[:200]},
-            )
+    def write(self, data: bytes) -> int:
+        self.parts.append(data)
+        self.bytes_written += len(data)
+        return len(data)
 
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):
-            # Not SSLSocket's own, which takes its TLS state away from under the worker.
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+class _Exchange(HTTPConnection):
+    """One request and its answer, in memory."""
+
+    def __init__(self, server: _Server, request: Request) -> None:
+        super().__init__(server, None, lambda *_: None)
+        self.rfile, self.wfile = _Head(request.head), _Parts()
+        self.remote_addr, self.remote_port = request.address, request.port
+        if request.tls is not None:
+            self.ssl_env = {"wsgi.url_scheme": "https", "HTTPS": "on", SOCKET: request.tls}
 
 
 class _Server(wsgi.Server):
-    ConnectionClass = _Connection
-    guard: Guard
+    """Never served: what cheroot's requests ask of their server."""
 
-    @staticmethod
-    def bind_socket(socket_: socket.socket, bind_addr: tuple[str, int]) -> socket.socket:
-        """Closes the socket where it cannot be bound.
+    can_add_keepalive_connection = True
 
-        A connection is handed over only once it has said something (TCP_DEFER_ACCEPT): a worker
-        waits for the first bytes of whatever is accepted, and a few silent clients would hold all.
-        """
-        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_SECONDS)
-        try:
-            socket_.bind(bind_addr)
-        except OSError:
-            socket_.close()
-            raise
-        return socket_
+    def answer(self, request: Request) -> Answer:
+        exchange = _Exchange(self, request)
+        keep = bool(exchange.communicate())  # type: ignore[no-untyped-call]
+        return Answer(exchange.wfile.parts, keep and not _HAS_BODY.search(request.head))
 
     def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
         """Into our log, not to stderr. A client that hangs up is nobody's error."""
@@ -128,38 +87,59 @@ class HttpServer:
     ) -> None:
         """Raises ListenError."""
         guard = guard or Guard("")
-        self._server = _Server(
-            (host, port),
-            guard.protect(app),
-            numthreads=threads,
-            max=threads,
-            server_name="lanterne-collector",
-            request_queue_size=BACKLOG,
-            timeout=timeout,
-            shutdown_timeout=SHUTDOWN_SECONDS,
-            accepted_queue_size=BACKLOG,
-            accepted_queue_timeout=timeout,
-        )
-        self._server.guard = guard
-        self._server.max_request_header_size = MAX_HEADER_BYTES
-        self._server.max_request_body_size = MAX_BODY_BYTES
-        if guard.encrypted:
-            self._server.ssl_adapter = _Tls(guard)
         try:
-            self._server.prepare()
+            listener = _listen(host, port)
         except OSError as error:
             raise ListenError(
                 f"HTTP cannot listen on {host}:{port}: {error}. Stop what uses that port "
                 "(`ss -ltnp` lists it) or choose another address with --http-address"
             ) from error
-        self.port: int = self._server.bind_addr[1]
-        self._thread = threading.Thread(target=self._server.serve, name="http", daemon=True)
+        self.port: int = listener.getsockname()[1]
+        server = _Server(
+            (host, self.port),
+            guard.protect(app),
+            numthreads=1,
+            server_name="lanterne-collector",
+            timeout=timeout,
+        )
+        server.software = server.server_name
+        server.max_request_header_size = HEAD_BYTES
+        server.max_request_body_size = MAX_BODY_BYTES
+        self._connections = Connections(
+            listener,
+            server.answer,
+            refused=guard.refused,
+            context=lambda: guard.config().context,
+            threads=threads,
+            seconds=timeout,
+            most=MAX_CONNECTIONS,
+        )
 
     def start(self) -> None:
-        self._thread.start()
+        self._connections.start()
 
     def stop(self) -> None:
         """Answers what is being answered, then closes."""
-        self._server.stop()
-        if self._thread.is_alive():
-            self._thread.join(SHUTDOWN_SECONDS + 1)
+        self._connections.stop(SHUTDOWN_SECONDS)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for number, (family, kind, protocol, _, address) in enumerate(found, 1):
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(
+                    socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::")
+                )
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            if number == len(found):
+                raise
+        else:
+            return listener
+    raise OSError(f"{host} has no address")

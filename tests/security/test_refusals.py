@@ -19,11 +19,14 @@ from lanterne.collector.batch import DecodedBatch
 from lanterne.collector.checks import Limits
 from lanterne.collector.complaints import Complaints
 from lanterne.collector.decode import decode
-from lanterne.collector.errors import BatchRefused, CertificateError, StreamRefused
+from lanterne.collector.errors import BatchRefused, StreamRefused
+from lanterne.collector.frames import Item
 from lanterne.collector.handshakes import CAUSES, REMEDIES, cause_of
-from lanterne.collector.ingest import Ingest, IngestConfig, Item
+from lanterne.collector.ingest import Ingest
+from lanterne.collector.ingest_config import IngestConfig
 from lanterne.collector.rates import BURST_SECONDS, REMEMBERED, Rate, Rates
 from lanterne.proto import telemetry_pb2 as pb
+from lanterne.service.errors import CertificateError
 from tests.fixtures.authority import Authority
 from tests.unit.test_core_ingest import Agent, batch, frame
 

@@ -15,11 +15,11 @@ import bcrypt
 import pytest
 import yaml
 
-from lanterne.collector.errors import CertificateError
-from lanterne.collector.guard import Guard
 from lanterne.collector.http_server import HttpServer
-from lanterne.collector.passwords import Passwords
-from lanterne.collector.web_config import read
+from lanterne.service.errors import CertificateError
+from lanterne.service.guard import Guard
+from lanterne.service.passwords import Passwords
+from lanterne.service.web_config import read
 from tests.fixtures.authority import Authority, write
 from tests.stack import wait_for
 

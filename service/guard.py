@@ -12,14 +12,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lanterne.collector.changes import Watch
-from lanterne.collector.errors import CertificateError
-from lanterne.collector.passwords import Passwords
-from lanterne.collector.web_config import WebConfig, read
+from lanterne.service.changes import Watch
+from lanterne.service.connections import CAUSES
+from lanterne.service.errors import CertificateError
+from lanterne.service.web_config import WebConfig, read
+
+if TYPE_CHECKING:
+    from lanterne.service.passwords import Passwords
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +44,13 @@ class Guard:
         self._watch = Watch(self._config.files)
         self._lock = threading.Lock()
         self._problem = ""
-        self._passwords = Passwords() if path else None
+        self._passwords: Passwords | None = None
+        if path:  # else bcrypt need not be in memory
+            from lanterne.service.passwords import Passwords
+
+            self._passwords = Passwords()
         self._renewals = 0
-        self.refused: Counter[str] = Counter(password=0, guesses=0, certificate=0)
+        self.refused: Counter[str] = Counter(dict.fromkeys(("password", "guesses", *CAUSES), 0))
 
     @property
     def encrypted(self) -> bool:
@@ -115,7 +122,7 @@ class Guard:
             self.refused["guesses"] += 1
             return "429 Too Many Requests", "too many wrong passwords", [("Retry-After", "60")]
         self.refused["password"] += 1
-        ask = [("WWW-Authenticate", 'Basic realm="lanterne-collector"')]
+        ask = [("WWW-Authenticate", 'Basic realm="lanterne"')]
         return "401 Unauthorized", "user and password are needed", ask
 
 

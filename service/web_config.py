@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lanterne.collector.errors import CertificateError
+from lanterne.service.errors import CertificateError
 
 MAX_BYTES = 1 << 20
 MAX_USERS = 256
@@ -70,13 +68,17 @@ class WebConfig:
 
 def read(path: Path) -> WebConfig:
     """Raises CertificateError naming the file, the key and what is allowed."""
+    import yaml  # here: who has no such file has no YAML in memory
+
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
         document = yaml.safe_load(text[:MAX_BYTES])
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise CertificateError(f"{path}: cannot be read: {reason}") from None
+        raise CertificateError(
+            f"{path}: cannot be read: {reason}; name a YAML file that this user may read"
+        ) from None
     document = _mapping(path, "the file", document)
     _known(path, "", document, _SECTIONS)
     tls = _mapping(path, "tls_server_config", document.get("tls_server_config"))
@@ -160,7 +162,10 @@ def _headers(path: Path, found: object) -> Mapping[str, str]:
     _known(path, "http_server_config.headers.", headers, _HEADERS)
     for name, value in headers.items():
         if not isinstance(value, str) or not value.isascii() or not value.isprintable():
-            raise CertificateError(f"{path}: http_server_config.headers.{name} must be a text")
+            raise CertificateError(
+                f"{path}: http_server_config.headers.{name} = {value!r:.50} must be a text of "
+                "printable ASCII characters"
+            )
     return dict(headers)
 
 
@@ -168,7 +173,9 @@ def _mapping(path: Path, key: str, found: object) -> Mapping[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise CertificateError(f"{path}: {key} must be a mapping")
+        raise CertificateError(
+            f"{path}: {key} must be a mapping, `key: value` lines, not {found!r:.50}"
+        )
     return found
 
 
@@ -183,14 +190,18 @@ def _known(path: Path, prefix: str, found: Mapping[str, Any], allowed: tuple[str
 def _file(path: Path, tls: Mapping[str, Any], key: str) -> str:
     value = tls.get(key)
     if not isinstance(value, str) or not value:
-        raise CertificateError(f"{path}: tls_server_config.{key} must be the path of a file")
+        raise CertificateError(
+            f"{path}: tls_server_config.{key} = {value!r} must be the path of a file"
+        )
     return str(path.parent / value)
 
 
 def _texts(path: Path, tls: Mapping[str, Any], key: str) -> list[str]:
     found = tls.get(key) or []
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise CertificateError(f"{path}: tls_server_config.{key} must be a list of texts")
+        raise CertificateError(
+            f"{path}: tls_server_config.{key} = {found!r:.50} must be a list of texts"
+        )
     return found
 
 
