@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 TORCH_PY := $(abspath .venv-torch/bin/python)
-PACKAGES := agent probes proto collector
+PACKAGES := agent probes proto service collector
 # Typed like the packages: what tests share, not the tests themselves.
 TYPED_TESTS := $(wildcard tests/*.py tests/rig/*.py tests/bench/*.py tests/vm/*.py)
 # Extra arguments for pytest, as in: make test ARGS="-k windows -x"
@@ -116,6 +116,7 @@ FUZZ ?= 1000000
 SEED ?= 1
 SOAK ?= 60
 TARGET ?= elf
+LIMIT ?= 0
 
 .PHONY: test-faults fuzz fuzz-guided soak
 test-faults: setup ## kills, cuts, full disks, wrong clocks, strangers (JSON=faults.json FULL=1: for hours; docs/faults.md)
@@ -127,9 +128,9 @@ fuzz: setup ## damaged inputs for every reader of foreign bytes (FUZZ=1000000 ON
 	@$(PY) -m tests.fuzz.run --inputs $(FUZZ) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)") \
 		$(if $(JSON),--json "$(JSON)")
 
-fuzz-guided: setup ## one reader under libFuzzer, guided by coverage (TARGET=elf FUZZ=1000000)
+fuzz-guided: setup ## one reader under libFuzzer, guided by coverage (TARGET=elf FUZZ=1000000 LIMIT=300 seconds)
 	@test -d build/atheris || $(PY) -m pip install -q --no-deps --target build/atheris "atheris==3.0.0"
-	@$(PY) -m tests.fuzz.guided "$(TARGET)" --runs $(FUZZ)
+	@$(PY) -m tests.fuzz.guided "$(TARGET)" --runs $(FUZZ) --seconds $(LIMIT)
 
 soak: setup ## 20,000 events/s and processes that come and go: nothing grows (SOAK=3600 JSON=soak.json)
 	@$(PY) -m tests.soak --seconds $(SOAK) $(if $(JSON),--json "$(JSON)")

@@ -458,6 +458,7 @@ class Registry:
             "nccl_ep",
             "parcagpu",
             "profiler",
+            "torch",
         }
         return GLOO if kinds == {"gloo"} else NCCL
 

@@ -36,7 +36,13 @@ def run_loader(script: Path, interpreter: str, spec: dict[str, Any]) -> dict[str
         with child:
             try:
                 answer, received = _talk(child, ours, spec)
-            except (TimeoutError, OSError) as error:
+            except TimeoutError as error:
+                child.kill()
+                raise LoaderError(
+                    f"compiling and loading took more than {_LOAD_TIMEOUT_S} s: this host's "
+                    "processors have no time for it; start the agent again when they have"
+                ) from error
+            except OSError as error:
                 child.kill()
                 raise LoaderError(f"the loader did not answer: {error}") from error
             child.wait(_LOAD_TIMEOUT_S)

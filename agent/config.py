@@ -101,6 +101,9 @@ class Probes(_Section, frozen=True, kw_only=True):
     device_ring_bytes: Annotated[
         int, Meta(ge=4096, le=1 << 28, description="bytes, a power of two")
     ] = 2 << 20
+    kernel_ring_bytes: Annotated[
+        int, Meta(ge=4096, le=1 << 28, description="bytes, a power of two")
+    ] = 2 << 20
     include: Globs = ()
     exclude: Globs = ()
     look_into: Globs = ("*nccl*", "*NCCL*", "*rccl*", "libtorch_cuda*", "libtorch_hip*")
@@ -212,6 +215,7 @@ class Kubernetes(_Section, frozen=True, kw_only=True):
 
 class Metrics(_Section, frozen=True, kw_only=True):
     listen: Listen = "127.0.0.1:9477"
+    web_config: FileName = ""
 
 
 class Log(_Section, frozen=True, kw_only=True):
@@ -338,8 +342,10 @@ def _convert(section: str, key: str, value: object, origin: str, *, strict: bool
     try:
         result = msgspec.convert(value, hint, strict=strict)
     except msgspec.ValidationError as error:
+        # A pattern tells nobody anything; what it stands for is said in words.
+        why = "" if "matching regex" in str(error) else f": {error}"
         raise ConfigError(
-            f"{origin}: {section}.{key} = {value!r} is not allowed: {error}; "
+            f"{origin}: {section}.{key} = {value!r} is not allowed{why}; "
             f"allowed is {_allowed(hint)}"
         ) from error
     if key.endswith("ring_bytes") and isinstance(result, int) and result & (result - 1):

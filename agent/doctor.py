@@ -78,7 +78,9 @@ def examine(
     rows += deployment_rows(config, file)
     found_rows, libraries = survey(config, proc)
     rows += found_rows
-    rows += steps_rows(running.read(config.metrics.listen) if config.metrics.listen else {})
+    metrics = config.metrics
+    told = running.read(metrics.listen, secured=bool(metrics.web_config)) if metrics.listen else {}
+    rows += steps_rows(told)
     return report(rows, libraries)
 
 
@@ -106,6 +108,8 @@ def deployment_rows(config: AgentConfig, file: Path | None = None) -> Iterator[R
         if tls.ca:
             yield deployment.tls_server_row(address, tls.ca, tls.cert, tls.key, tls.server_name)
         yield deployment.clock_row(address, *reach(config, address))
+    metrics = config.metrics
+    yield from deployment.web_config_rows(metrics.listen, metrics.web_config)
     spool, kubernetes = config.spool, config.kubernetes
     yield from deployment.spool_rows(spool.path, spool.max_bytes)
     yield from deployment.kubelet_rows(
@@ -157,8 +161,9 @@ def lockdown_row(text: str | None) -> Row:
     """`text`: /sys/kernel/security/lockdown, where the mode in force stands in brackets."""
     mode = (text or "").partition("[")[2].partition("]")[0]
     if mode == "confidentiality":
-        remedy = "if the self-test fails: boot with lockdown=integrity"
-        return Row("lockdown", "warn", "confidentiality: the kernel may refuse BPF", remedy)
+        detail = "confidentiality: no BPF program may read the kernel's memory; the agent's do not"
+        remedy = "should the self-test fail all the same: boot with lockdown=integrity"
+        return Row("lockdown", "info", detail, remedy)
     return Row("lockdown", "ok", mode or "not built in")
 
 
@@ -242,6 +247,7 @@ def self_test_row(config: AgentConfig, can_load: bool) -> Row:
             ring_bytes=settings.ring_bytes,
             comm_ring_bytes=settings.comm_ring_bytes,
             device_ring_bytes=settings.device_ring_bytes,
+            kernel_ring_bytes=settings.kernel_ring_bytes,
             interpreter=settings.interpreter,
             method=settings.method,
         ) as programs:

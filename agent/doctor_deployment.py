@@ -18,6 +18,8 @@ from pathlib import Path
 from lanterne.agent.certificate import validity
 from lanterne.agent.doctor_view import Row
 from lanterne.agent.errors import CredentialsError
+from lanterne.service import web_config
+from lanterne.service.errors import CertificateError
 
 CONNECT_SECONDS = 2.0
 DAY = 86_400.0
@@ -53,7 +55,7 @@ def _certificate_row(name: str, path: str, now: float) -> Row:
     except CredentialsError as error:
         return Row(name, "fail", f"{path}: {error}", "name a file with a certificate in PEM form")
     # A certificate comes before those of its issuers; of authorities the best one counts.
-    own = name == "tls.cert"
+    own = name != "tls.ca"
     valid = spans[:1] if own else [s for s in spans if s[0] <= now] or spans[:1]
     begins, ends = max(valid, key=lambda span: span[1])
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends))
@@ -96,6 +98,33 @@ def secret_rows(*files: tuple[str, str]) -> Iterator[Row]:
         elif mode & (stat.S_IROTH | stat.S_IWOTH):
             detail = f"{path} is open to every user of this host (mode {stat.S_IMODE(mode):04o})"
             yield Row(name, "warn", detail, f"chmod o-rwx {path}")
+
+
+def web_config_rows(listen: str, path: str, now: float | None = None) -> Iterator[Row]:
+    """TLS and passwords of the agent's own pages."""
+    name = "metrics.web_config"
+    if not listen:
+        return
+    if not path:
+        host = listen.rpartition(":")[0].strip("[]")
+        if host == "localhost" or host == "::1" or host.startswith("127."):
+            return
+        remedy = "name a file in the form of Prometheus' web configuration"
+        yield Row(name, "info", f"off: {listen} is plaintext and asks for no password", remedy)
+        return
+    try:
+        found = web_config.read(Path(path))
+    except CertificateError as error:
+        yield Row(name, "fail", str(error), "correct it: the agent does not start with it")
+        return
+    what = "TLS" if found.context else "no TLS"
+    yield Row(name, "ok", f"{path}: {what}, {len(found.users)} users with passwords")
+    if found.context:  # the files are the configuration's own, the certificate and its key
+        cert, key = found.files[1:3]
+        yield _certificate_row(f"{name} cert_file", cert, time.time() if now is None else now)
+        yield from secret_rows((f"{name} key_file", key))
+    if found.users:
+        yield from secret_rows((name, path))
 
 
 def writable_by_others(name: str, path: Path | None) -> Iterator[Row]:

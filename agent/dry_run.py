@@ -74,7 +74,8 @@ def _would(config: AgentConfig, report: Report) -> Iterator[str]:
     kept = config.spool.path or f"memory, {config.collector.queue_batches} batches at most"
     yield f"It would keep what is not acknowledged in {kept}."
     if config.metrics.listen:
-        yield f"It would serve its metrics at {config.metrics.listen}."
+        secured = f", secured by {config.metrics.web_config}" if config.metrics.web_config else ""
+        yield f"It would serve its metrics at {config.metrics.listen}{secured}."
 
 
 def _sites(libraries: Sequence[LibraryView]) -> str:

@@ -25,7 +25,7 @@ MAX_SEGMENTS = 1024
 MAX_FILE = 1 << 40
 _MAX_NOTES = 1 << 16
 _MAX_NAMES = 1 << 20
-_MAX_PARSED = 1 << 19  # all headers that the limits above allow, and some notes
+_MAX_PARSED = 1 << 19  # bytes of notes, and what else is not read in one piece
 _PN_XNUM = 0xFFFF  # more segments than e_phnum can say: the number stands in section 0
 _SEGMENT_BYTES, _SECTION_BYTES = 56, 64
 
@@ -192,9 +192,10 @@ class ElfFile:
         return int(header["sh_info"])
 
     def _headers(self, struct: Any, at: int, count: int, size: int, what: str) -> Iterator[Any]:
-        self._within(at, count * size, what)
-        for place in range(at, at + count * size, size):
-            yield self._parsed(what, partial(self._at, struct, place))
+        # In one piece: over the file, the library reads each field by itself.
+        table = io.BytesIO(self.read(at, count * size, what))
+        for place in range(0, count * size, size):
+            yield self._parsed(what, partial(self._struct_parse, struct, table, place))
 
     def _at(self, struct: Any, place: int) -> Any:
         return self._struct_parse(struct, self._stream, stream_pos=place)

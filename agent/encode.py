@@ -29,6 +29,9 @@ from lanterne.agent.windows import WindowColumns
 from lanterne.proto import telemetry_pb2 as pb
 
 SCHEMA = 1
+MAX_BATCH_BYTES = 8 << 20  # what is larger is dropped: no collector need take it
+FINEST = 16  # parts of the rows below
+HELPED = 0.9
 MAX_INSTANCES = 50_000  # 59 bytes each: 3 MB, below the 4 MB that gRPC accepts by default
 MAX_SUMMARIES = 8_192  # 251 bytes each
 MAX_TRAFFIC = 60_000  # 24 bytes each
@@ -116,6 +119,8 @@ class Context:
     steps: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     health: Health = Health()
     in_flight: InFlight = NOTHING
+    # By tgid: how long it has been in a synchronise call that has outlasted a window.
+    synchronising: Mapping[int, float] = field(default_factory=dict)
     expert_loads: Sequence[Load] = ()
     engine_readings: Sequence[Reading] = ()
     places: Mapping[tuple[int, int], Place] = field(default_factory=dict)  # by pid, start ticks
@@ -128,17 +133,38 @@ def encode(
     head: Head,
     first_sequence: int,
 ) -> list[bytes]:
-    """-> one batch at least, numbered from `first_sequence`.
+    """-> one batch at least, numbered from `first_sequence`; none is larger than MAX_BATCH_BYTES
+    where fewer rows in each can help.
 
     `communicators` holds every communicator that the columns name, and may hold others.
     """
+    finer = 1
+    batches = _encode(window, communicators, context, head, first_sequence, finer)
+    while (largest := max(map(len, batches))) > MAX_BATCH_BYTES and finer < FINEST:
+        finer *= 2
+        cut = _encode(window, communicators, context, head, first_sequence, finer)
+        if max(map(len, cut)) > HELPED * largest:
+            break  # it is not the rows: of what every part repeats there would only be more
+        batches = cut
+    return batches
+
+
+def _encode(
+    window: WindowColumns,
+    communicators: Sequence[Communicator],
+    context: Context,
+    head: Head,
+    first_sequence: int,
+    finer: int,
+) -> list[bytes]:
     described = communicators[:MAX_COMMUNICATORS]
     place = np.full(1 << 16, len(described), np.uint32)
     for index, comm in enumerate(described):
         place[comm.slot] = index
+    strides = _strides(window, described)
     batches: list[bytes] = []
     reports = expert_wire.parts(context.expert_loads, context.engine_readings)
-    for part, (instances, summaries, traffic) in enumerate(_parts(window, len(reports))):
+    for part, (instances, summaries, traffic) in enumerate(_parts(window, len(reports), finer)):
         batch = pb.Batch(
             schema=SCHEMA,
             node=head.node,
@@ -149,7 +175,8 @@ def encode(
             start_ns=window.start_ns,
             end_ns=window.end_ns,
             realtime_offset_ns=context.realtime_offset_ns,
-            stride=window.stride,
+            stride=window.sampling.stride,
+            strides=strides,
             health=_health(context.health),
         )
         gpu_index = {gpu.bus_id: gpu.index for gpu in context.gpus if gpu.bus_id}
@@ -171,9 +198,9 @@ def encode(
     return batches
 
 
-def _parts(window: WindowColumns, least: int) -> Iterator[tuple[slice, slice, slice]]:
+def _parts(window: WindowColumns, least: int, finer: int) -> Iterator[tuple[slice, slice, slice]]:
     rows = (len(window.instances.operations), len(window.summaries.slot), len(window.traffic))
-    limits = (MAX_INSTANCES, MAX_SUMMARIES, MAX_TRAFFIC)
+    limits = [most // finer for most in (MAX_INSTANCES, MAX_SUMMARIES, MAX_TRAFFIC)]
     parts = max(1, least, *(-(-n // limit) for n, limit in zip(rows, limits, strict=True)))
     for part in range(parts):
         a, b, c = (slice(part * limit, (part + 1) * limit) for limit in limits)
@@ -199,6 +226,13 @@ def _communicator(
     out.complete = comm.complete
     out.parent_hash = comm.parent_hash
     out.role = comm.role
+
+
+def _strides(window: WindowColumns, described: Sequence[Communicator]) -> bytes:
+    slots = np.array([comm.slot for comm in described], np.uint16)
+    if not window.sampling.whole[slots].any():
+        return b""
+    return window.sampling.strides(slots).astype("<u4", copy=False).tobytes()
 
 
 def _capped(values: U64 | I64, cap: int) -> bytes:
@@ -283,6 +317,8 @@ def _pending(out: pb.Pending, table: InFlight, place: np.ndarray[Any, Any], end_
     out.seq = table.seq[pick].astype("<u4", copy=False).tobytes()
     for name in ("lane", "op", "evidence"):
         setattr(out, name, getattr(table, name)[pick].tobytes())
+    if table.state[pick].any():
+        out.state = table.state[pick].tobytes()
     out.entered_ns = _capped(table.entered_ns[pick], end_ns)
 
 
@@ -311,6 +347,8 @@ def _processes(batch: pb.Batch, context: Context) -> None:
         for name in PLACE_TEXTS:
             if getattr(place, name):
                 setattr(out, name, getattr(place, name))
+        if pid in context.synchronising:
+            out.synchronising_seconds = context.synchronising[pid]
         use = context.cuda.get(pid)
         if use is not None:
             _cuda(out, use)

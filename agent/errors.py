@@ -11,13 +11,17 @@ AgentError
 ├── SpoolError         the spool's folder cannot be used
 ├── RasError           NCCL's RAS service cannot be asked, or answers something else
 └── KubernetesError    the kubelet or the API server cannot be asked, or answers something else
+
+A certificate or a web configuration that cannot be used: service.errors.CertificateError.
 """
 
 from __future__ import annotations
 
+from lanterne.service.errors import LanterneError
 
-class AgentError(Exception):
-    """Base of all; the message names the thing and the remedy."""
+
+class AgentError(LanterneError):
+    pass
 
 
 class ConfigError(AgentError):

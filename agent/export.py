@@ -18,14 +18,15 @@ from prometheus_client.registry import Collector
 from lanterne.agent.health import HealthPages
 from lanterne.agent.keeper import SpoolState
 from lanterne.agent.page_server import PageServer
-from lanterne.agent.reload import Reloaded
 from lanterne.probes.layout import COUNTERS
+from lanterne.service.guard import Guard
+from lanterne.service.reload import Reloaded
 
 LOST_REASONS = tuple(name.removeprefix("lost_") for name in COUNTERS if name.startswith("lost_"))
 SOURCES = ("uprobes", "nvml", "host")
 LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
-LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep", "parcagpu", "profiler")
-DROP_REASONS = ("queue_full", "refused", "spool_full", "spool_damaged")
+LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep", "parcagpu", "profiler", "torch")
+DROP_REASONS = ("queue_full", "refused", "too_large", "spool_full", "spool_damaged")
 # agent.kernels: malformed, clock, process, name and window_full are in no stage time either.
 KERNEL_REASONS = (
     "sampled", "lost", "unchecked", "order", "communicator", "unplaced", "plugin", "held",
@@ -52,6 +53,7 @@ class AgentState:
     device_operations: int = 0
     device_unmatched: int = 0
     device_unplaced: int = 0
+    splits_unmatched: int = 0
     kernels: int = 0
     kernel_operations: int = 0
     kernels_left_out: Mapping[str, int] = field(default_factory=dict)
@@ -128,6 +130,11 @@ _COUNTERS = (
         "Of them, replays of graphs left out because not every one was seen from the beginning.",
         "device_unplaced",
     ),
+    (
+        "lanterne_agent_splits_unmatched",
+        "Split sizes of PyTorch and their operations that do not fit: no tokens are known of them.",
+        "splits_unmatched",
+    ),
     ("lanterne_agent_kernels", "GPU kernels that parcagpu told of.", "kernels"),
     (
         "lanterne_agent_kernel_operations",
@@ -202,10 +209,12 @@ _HOST_COUNTERS = (
 
 
 class AgentCollector(Collector):
-    """`state` gives the newest AgentState; it is called once a scrape, from the HTTP thread."""
+    """`state` gives the newest AgentState; it is called once a scrape, from the HTTP thread.
+    `refused`: HTTP clients turned away, by reason."""
 
-    def __init__(self, state: Callable[[], AgentState]):
+    def __init__(self, state: Callable[[], AgentState], refused: Mapping[str, int] | None = None):
         self._state = state
+        self._refused = refused or {}
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not ask for a state
@@ -224,6 +233,14 @@ class AgentCollector(Collector):
         yield from _probe_cost(state)
         if state.spool is not None:
             yield from _spool(state.spool)
+        turned_away = CounterMetricFamily(
+            "lanterne_agent_http_refused",
+            "HTTP clients turned away, by reason (docs/operate.md).",
+            labels=["reason"],
+        )
+        for reason, count in sorted(self._refused.items()):
+            turned_away.add_metric([reason], count)
+        yield turned_away
         yield from _gpus(state)
         yield from _host(state)
 
@@ -383,15 +400,18 @@ class Exporter:
         state: Callable[[], AgentState],
         problem: Callable[[], str] = lambda: "",
         stalled: Callable[[], str] = lambda: "",
+        guard: Guard | None = None,
     ):
         """`listen` is HOST:PORT, host may be empty. Raises OSError where it is taken.
         problem, stalled: what /readyz and /healthz say, "" where all is well.
+        guard: TLS and passwords, None for neither.
         """
+        guard = guard or Guard("")
         host, _, port = listen.rpartition(":")
         registry = CollectorRegistry()
-        registry.register(AgentCollector(state))
+        registry.register(AgentCollector(state, guard.refused))
         pages = HealthPages(make_wsgi_app(registry), problem, stalled)
-        self._server = PageServer(host.strip("[]") or "0.0.0.0", int(port), pages)
+        self._server = PageServer(host.strip("[]") or "0.0.0.0", int(port), pages, guard)
         self.port = int(self._server.server_port)
 
     def close(self) -> None:

@@ -141,6 +141,16 @@ class Programs:
                 found.append(value[:size])
         return np.frombuffer(b"".join(found), layout.RECORD)
 
+    def synchronising(self) -> dict[int, int]:
+        """By tgid: when its oldest synchronise call began that has not returned."""
+        slots = self._threads.slots
+        inside = slots[(slots["id"] != 0) & (slots["sync_enter_ns"] != 0)]
+        found: dict[int, int] = {}
+        for thread in inside:
+            tgid, entered = int(thread["id"]) >> 32, int(thread["sync_enter_ns"])
+            found[tgid] = min(entered, found.get(tgid, entered))
+        return found
+
     def told(self, tgids: Iterable[int]) -> dict[int, np.void]:
         """parcagpu.TOLD rows of processes of which parcagpu tells."""
         found: dict[int, np.void] = {}

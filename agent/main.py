@@ -14,11 +14,12 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from lanterne.agent import config as configuration
-from lanterne.agent import log as logs
 from lanterne.agent import memory
-from lanterne.agent.errors import AgentError, ConfigError
-from lanterne.agent.reload import Reloader
-from lanterne.agent.systemd import Notifier, mark_priorities
+from lanterne.agent.errors import ConfigError
+from lanterne.service import log as logs
+from lanterne.service.errors import LanterneError
+from lanterne.service.reload import Reloader
+from lanterne.service.systemd import Notifier, mark_priorities
 
 # What SIGHUP changes in flight (docs/operate.md); the rest takes a restart.
 LIVE = frozenset(
@@ -178,7 +179,7 @@ def _run(config: configuration.AgentConfig, arguments: argparse.Namespace) -> in
     notifier = Notifier()
     try:
         agent = Agent(config, notifier=notifier)
-    except AgentError as error:
+    except LanterneError as error:
         print(f"lanterne-agent: {error}", file=sys.stderr)
         return 1
 
@@ -202,7 +203,18 @@ def _run(config: configuration.AgentConfig, arguments: argparse.Namespace) -> in
 
 def run() -> None:
     """The console script."""
-    sys.exit(main())
+    try:
+        status = main()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("lanterne"):
+            raise
+        status = 1  # somebody installed the collector's half
+        print(
+            f"lanterne-agent: the Python package {error.name} is missing; install the extra "
+            "`agent`, as in: pip install 'lanterne[agent]'",
+            file=sys.stderr,
+        )
+    sys.exit(status)
 
 
 if __name__ == "__main__":

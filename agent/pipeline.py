@@ -16,6 +16,7 @@ from lanterne.agent.encode import Context, Head, encode
 from lanterne.agent.events import NO_SLOT, U16, Records, Rules
 from lanterne.agent.groups import Groups
 from lanterne.agent.kernel_rows import Facts
+from lanterne.agent.origins import UNTOLD, Origins, Sampling, sampling
 from lanterne.agent.windows import Windows
 from lanterne.probes.layout import RECORD, Func
 from lanterne.probes.nccl_profiler.usdt import OpFlag
@@ -98,6 +99,7 @@ class Pipeline:
             return
         records = self._take_splits(records)
         slots = self.registry.assign(records)
+        self.windows.splits.place(records, slots)
         if len(slots) and int(slots.max()) == NO_SLOT:
             placed = slots != NO_SLOT
             records, slots = events.rows_of(records, placed), slots[placed]
@@ -121,12 +123,18 @@ class Pipeline:
         told = records["func"] == Func.SPLITS
         if not told.any():
             return records
-        mine = events.rows_of(records, told)
-        slots = self.registry.assign_backends(mine)
+        alone = told & (records["peer"] < 0)  # the sends of the call tell whose it is
+        self.windows.splits.wait(events.rows_of(records, alone))
+        if (told & ~alone).any():
+            self._add_splits(events.rows_of(records, told & ~alone))
+        return events.rows_of(records, ~told)
+
+    def _add_splits(self, records: Records) -> None:
+        """Those whose process group tells its rank and size."""
+        slots = self.registry.assign_backends(records)
         placed = slots != NO_SLOT
         self.windows.splits.unmatched += int((~placed).sum())
-        self.windows.splits.add(events.rows_of(mine, placed), slots[placed])
-        return events.rows_of(records, ~told)
+        self.windows.splits.add(events.rows_of(records, placed), slots[placed])
 
     def _take_rooted(self, records: Records, slots: U16, now_ns: int) -> tuple[Records, U16]:
         """Sets groups of broadcasts and of reduces apart; -> the other records."""
@@ -154,16 +162,22 @@ class Pipeline:
         context: Callable[[], Context],
         *,
         final: bool = False,
+        origins: Origins = UNTOLD,
     ) -> list[tuple[int, bytes]]:
         """End the window; -> (sequence, encoded batch) pairs. `context` is asked after the columns
-        are made, so that its totals cover them."""
+        are made, so that its totals cover them. stride, origins: as the collector told them."""
         for groups in (self.groups, self.rooted):
             if final or groups.held:
                 empty = np.empty(0, RECORD), np.empty(0, np.uint16)
                 self.windows.add(*groups.add(*empty, end_ns, close=final))
         registry = self.registry
         window = self.windows.close(
-            end_ns, stride, registry.table(), final=final, facts=self._facts()
+            end_ns,
+            stride,
+            registry.table(),
+            final=final,
+            facts=self._facts(),
+            wanted=self._sampling(stride, origins),
         )
         self._replaying |= self.windows.kernels.take_replaying()
         named = np.zeros(1 << 16, np.bool_)
@@ -182,3 +196,9 @@ class Pipeline:
         self._rows = 0
         self.windows.forget(registry.next_round())
         return numbered
+
+    def _sampling(self, stride: int, origins: Origins) -> Sampling:
+        if stride == 1 or origins.epoch != self._head.epoch:  # or of the run before this one
+            return sampling(stride, self.registry.rows)
+        known = np.flatnonzero(self.registry.table().resolved).tolist()
+        return sampling(stride, self.registry.rows, origins, self.registry.describe(known))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 
 import grpc
 
+from lanterne.agent import origins
 from lanterne.agent.credentials import Credentials, Files, Shown
+from lanterne.agent.encode import MAX_BATCH_BYTES
 from lanterne.agent.errors import CredentialsError
 from lanterne.agent.outbox import Item, Outbox
 from lanterne.agent.segments import Key
@@ -34,8 +37,9 @@ ANSWER_TIMEOUT = 15.0  # a collector that answers nothing for so long is given u
 RETURN_SECONDS = 30.0  # so often, about, the first address is tried while at another one
 RETURN_TIMEOUT = 2.0  # and so long: nothing is sent meanwhile
 MAX_STRIDE = 65_536
+FRAME_OVERHEAD = 64 << 10
 OPTIONS = (
-    ("grpc.max_send_message_length", 8 << 20),
+    ("grpc.max_send_message_length", MAX_BATCH_BYTES + FRAME_OVERHEAD),
     ("grpc.max_receive_message_length", 1 << 20),
     # A peer that vanished without a word is noticed by an unanswered ping. Servers tolerate pings
     # between data frames, and the heartbeat makes such.
@@ -58,6 +62,7 @@ class Totals:
     retries: int = 0
     refused: int = 0
     dropped_queue: int = 0
+    dropped_too_large: int = 0
     dropped_spool_full: int = 0  # the oldest of a full spool
     dropped_spool_damaged: int = 0  # written, and not to be read again
     connects: int = 0
@@ -68,6 +73,7 @@ class Totals:
         return {
             "queue_full": self.dropped_queue,
             "refused": self.refused,
+            "too_large": self.dropped_too_large,
             "spool_full": self.dropped_spool_full,
             "spool_damaged": self.dropped_spool_damaged,
         }
@@ -105,6 +111,7 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self.counts = dict.fromkeys(Totals.__dataclass_fields__, 0)
         self.stride = 1
+        self.origins = origins.UNTOLD
         self.connected = False
         self.last_error = ""
         self.round_trips = 0
@@ -142,6 +149,7 @@ class Stream:
             **self.counts
             | {
                 "dropped_queue": dropped["queue_full"],
+                "dropped_too_large": dropped["too_large"],
                 "dropped_spool_full": dropped["spool_full"],
                 "dropped_spool_damaged": dropped["spool_damaged"],
             }
@@ -213,6 +221,7 @@ class Stream:
                 level = logging.WARNING if text != self.last_error else logging.DEBUG
                 log.log(level, "no collector", extra={"address": address, "reason": text})
                 self.last_error = text
+                session.broken(_largest_message(error))
         finally:
             self.connected = False
             session.end()
@@ -235,7 +244,7 @@ class _Session:
     def __init__(self, stream: Stream, address: str, *, first: bool):
         self._stream = stream
         self._outbox = stream._outbox
-        self._sent: deque[tuple[Key | None, float]] = deque()
+        self._sent: deque[tuple[Key | None, float, int]] = deque()  # when, how many bytes
         self._clock: pb.ClockSample | None = None
         self._ended = threading.Event()
         self._return_at = float("inf") if first else self._next_return(time.monotonic())
@@ -291,17 +300,39 @@ class _Session:
             data = self._outbox.data(item)
             if data is None:
                 return None
+            if len(data) > MAX_BATCH_BYTES:
+                self._too_large(item.key, len(data), MAX_BATCH_BYTES)
+                return None
             frame.batch = data
-        self._sent.append((item.key if item else None, now))
+        frame.sent_ns = time.monotonic_ns()  # it has its size only with it; stamped again below
+        self._sent.append((item.key if item else None, now, frame.ByteSize()))
         if item is not None:
             self._stream.counts["resent" if item.sent_before else "sent"] += 1
             item.sent_before = True
         frame.sent_ns = time.monotonic_ns()
         return frame
 
+    def broken(self, most_bytes: int | None) -> None:
+        """Ended by the other end, or by something between, which takes messages of at most so many
+        bytes: a larger one would end every stream to come."""
+        for key, _, size in list(self._sent):
+            if key is not None and most_bytes is not None and size > most_bytes:
+                self._too_large(key, size, most_bytes)
+
+    def _too_large(self, key: Key, size: int, most: int) -> None:
+        self._outbox.drop(key, "too_large")
+        log.error(
+            "batch dropped: it is too large",
+            extra={"sequence": key[1], "bytes": size, "limit": most, "address": self.address},
+        )
+
     def answered(self, ack: pb.Ack) -> None:
         received_ns = time.monotonic_ns()
         stream, counts = self._stream, self._stream.counts
+        if ack.HasField("origins"):
+            stream.origins = origins.read(ack.origins)
+        elif self._clock is None:  # another collector, or another run of it: told nothing so far
+            stream.origins = origins.UNTOLD
         self._clock = pb.ClockSample(
             agent_sent_ns=ack.frame_sent_ns,
             collector_received_ns=ack.collector_received_ns,
@@ -345,6 +376,18 @@ class _Session:
         if self.call is not None:
             with contextlib.suppress(Exception):
                 self.call.cancel()  # type: ignore[no-untyped-call]
+
+
+_LARGER = re.compile(r"message larger than max \(\d+ vs\. (\d+)\)")
+
+
+def _largest_message(error: Exception) -> int | None:
+    """Bytes; from gRPC's own words, where a message that was larger is why the stream ended."""
+    code, details = getattr(error, "code", None), getattr(error, "details", None)
+    if code is None or details is None or code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return None
+    found = _LARGER.search(str(details()))
+    return int(found[1]) if found else None
 
 
 def _reason(error: Exception) -> str:

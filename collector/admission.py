@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from lanterne.collector.certificates import content
-from lanterne.collector.changes import Watch
-from lanterne.collector.errors import CertificateError, StreamRefused
+from lanterne.collector.errors import StreamRefused
+from lanterne.service.changes import Watch
+from lanterne.service.errors import CertificateError
 
 log = logging.getLogger(__name__)
 

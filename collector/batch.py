@@ -7,7 +7,7 @@ that a batch costs a few numpy calls however many columns it has: batches are ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -173,17 +173,17 @@ NO_STAGES = Stages(
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Calls in flight at the window's end; see the message of that name."""
+    """What was begun and is not over at the window's end; see the message of that name."""
 
     words: U32  # [2, rows] communicator, seq
-    small: U8  # [3, rows] lane, op, evidence
+    small: U8  # [4, rows] lane, op, evidence, state
     entered_ns: I64
 
     def __len__(self) -> int:
         return int(self.words.shape[1])
 
 
-NO_PENDING = Pending(np.zeros((2, 0), np.uint32), np.zeros((3, 0), np.uint8), np.zeros(0, np.int64))
+NO_PENDING = Pending(np.zeros((2, 0), np.uint32), np.zeros((4, 0), np.uint8), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,9 @@ class Reports:
 NO_REPORTS = Reports()
 
 
+NO_STRIDES = np.zeros(0, np.uint32)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodedBatch:
     """A batch that may be applied."""
@@ -246,6 +249,9 @@ class DecodedBatch:
     reports: Reports = NO_REPORTS
     stages: Stages = NO_STAGES
     pending: Pending = NO_PENDING
+    strides: U32 = field(
+        default_factory=lambda: NO_STRIDES
+    )  # of each communicator; [0]: `stride` is that of all
 
     @property
     def node(self) -> str:

@@ -12,8 +12,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from lanterne.collector.changes import Watch, signature
-from lanterne.collector.errors import CertificateError
+from lanterne.service.changes import Watch, signature
+from lanterne.service.errors import CertificateError
 
 log = logging.getLogger(__name__)
 

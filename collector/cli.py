@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lanterne.collector.cli_offline import COMMANDS, add_commands, add_recording_flags
+from lanterne.collector.cli_offline import (
+    add_client_flags,
+    add_commands,
+    add_recording_flags,
+)
 from lanterne.collector.config import ENV_CONFIG
 
 SAMPLE = Path(__file__).with_name("lanterne-collector.toml")
@@ -41,8 +45,8 @@ Every setting can be given in a TOML file (--config) or in the environment
 
 def with_command(argv: Sequence[str]) -> list[str]:
     """`run` is what is meant where no command is named."""
-    if argv and argv[0] in ("run", "top", *COMMANDS, "-h", "--help", "--version"):
-        return list(argv)
+    if argv and (not argv[0].startswith("-") or argv[0] in ("-h", "--help", "--version")):
+        return list(argv)  # a word that is no command is refused, with the list of those there are
     return ["run", *argv]
 
 
@@ -55,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"%(prog)s {this_version()}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
+    commands = top.add_subparsers(
+        dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="lanterne-collector"
+    )
     start = commands.add_parser("run", description="Receive, analyse and serve until stopped.")
     _add_common(start)
     start.add_argument("--http-address", metavar="HOST:PORT", help="metrics, JSON and health pages")
@@ -72,16 +78,7 @@ def parser() -> argparse.ArgumentParser:
         default="127.0.0.1:9478",
         help="HTTP address of the collector (default: %(default)s)",
     )
-    watch.add_argument("--ca", metavar="FILE", default="", help="authority of its certificate")
-    watch.add_argument("--cert", metavar="FILE", default="", help="a certificate to show, if asked")
-    watch.add_argument("--key", metavar="FILE", default="", help="and its key")
-    watch.add_argument("--user", metavar="NAME", default="", help="for a collector with passwords")
-    watch.add_argument(
-        "--password-file",
-        metavar="FILE",
-        default="",
-        help="of that user (or the variable LANTERNE_PASSWORD)",
-    )
+    add_client_flags(watch)
     watch.add_argument("--once", action="store_true", help="print once and end")
     watch.add_argument(
         "--interval",

@@ -9,7 +9,6 @@ from typing import Any
 from lanterne.collector import plans
 
 FORMATS = ("recording", "straggler-analysis")
-COMMANDS = ("record", "replay", "compare", "diagnose", "plan")
 
 REPLAY_EPILOG = """\
 formats:
@@ -35,6 +34,22 @@ def add_recording_flags(start: argparse.ArgumentParser) -> None:
     )
     start.add_argument(
         "--record-files", metavar="N", help="files kept, the newest included (default: 4)"
+    )
+
+
+def add_client_flags(asking: argparse.ArgumentParser) -> None:
+    """Of the commands that ask a running collector: `top`, `diagnose` and `plan`."""
+    asking.add_argument("--ca", metavar="FILE", default="", help="authority of its certificate")
+    asking.add_argument(
+        "--cert", metavar="FILE", default="", help="a certificate to show, if asked"
+    )
+    asking.add_argument("--key", metavar="FILE", default="", help="and its key")
+    asking.add_argument("--user", metavar="NAME", default="", help="for a collector with passwords")
+    asking.add_argument(
+        "--password-file",
+        metavar="FILE",
+        default="",
+        help="of that user (or the variable LANTERNE_PASSWORD)",
     )
 
 
@@ -87,6 +102,7 @@ def _add_diagnose(commands: Any) -> None:
         default="127.0.0.1:9478",
         help="a running collector's HTTP address (default: %(default)s), or a recording",
     )
+    add_client_flags(diagnose)
     diagnose.add_argument("--json", metavar="OUT", type=Path, help='findings as JSON ("-": stdout)')
 
 
@@ -97,12 +113,13 @@ def _add_plan(commands: Any) -> None:
         "reads. Status 1 where the advice is to leave the experts where they are.",
     )
     plan.add_argument(
-        "address",
-        metavar="ADDRESS",
+        "source",
+        metavar="ADDRESS|FILE",
         nargs="?",
         default="127.0.0.1:9478",
-        help="a running collector's HTTP address (default: %(default)s)",
+        help="a running collector's HTTP address (default: %(default)s), or a recording",
     )
+    add_client_flags(plan)
     plan.add_argument("--workload", metavar="NAME", help="needed where there are plans for several")
     plan.add_argument(
         "--format",

@@ -1,7 +1,9 @@
-"""How `top` shows itself to a collector whose HTTP side has TLS or passwords."""
+"""How `top`, `diagnose` and `plan` show themselves to a collector whose HTTP side has TLS or
+passwords."""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import os
 import ssl
@@ -9,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lanterne.collector.errors import CertificateError
+from lanterne.service.errors import CertificateError
 
 PASSWORD_VARIABLE = "LANTERNE_PASSWORD"
 
@@ -45,6 +47,17 @@ def client(
         both = f"{user}:{_password(password_file)}".encode()
         headers["Authorization"] = "Basic " + base64.b64encode(both).decode("ascii")
     return Client(context, headers)
+
+
+def client_of(arguments: argparse.Namespace) -> Client:
+    """By the flags of `cli_offline.add_client_flags`. Raises CertificateError."""
+    return client(
+        ca=arguments.ca,
+        cert=arguments.cert,
+        key=arguments.key,
+        user=arguments.user,
+        password_file=arguments.password_file,
+    )
 
 
 def _password(path: str) -> str:

@@ -76,6 +76,7 @@ TRAFFIC_WAITS: tuple[Bound, ...] = (
 )
 
 PENDING_ROWS = 4096
+PENDING_STATES = 3
 
 _U1, _U4, _U8 = np.dtype("<u1"), np.dtype("<u4"), np.dtype("<u8")
 _top = np.maximum.reduce  # ndarray.max without its Python wrapper
@@ -176,7 +177,11 @@ def pending(m: pb.Pending, n: int, end_ns: int) -> Pending:
     if not m.rows and not m.ByteSize():
         return NO_PENDING
     t = _Table(m, "pending", PENDING_ROWS, n)
-    small: U8 = t.block((SMALL[0], SMALL[1], SMALL[3]), _U1)[0]
+    bounds = (SMALL[0], SMALL[1], SMALL[3])
+    if m.state:  # else a call, all of them
+        small: U8 = t.block((*bounds, ("state", PENDING_STATES, "enumeration")), _U1)[0]
+    else:
+        small = np.concatenate([t.block(bounds, _U1)[0], np.zeros((1, t.rows), np.uint8)])
     large, tops = t.block((("entered_ns", TIME_LIMIT_NS, "time"),), _U8)
     if tops[0] > end_ns:
         refuse("time", f"pending.entered_ns {tops[0]} is after the window's end {end_ns}")

@@ -16,11 +16,11 @@ from lanterne.collector import ports_file as ports
 from lanterne.collector.cli import this_version
 from lanterne.collector.config import CollectorConfig
 from lanterne.collector.engine_options import boot_id, engine_config
-from lanterne.collector.errors import CertificateError, CollectorError
+from lanterne.service.errors import CertificateError, LanterneError
 
 
 def record(config: CollectorConfig, ports_file: Path | None, reload: Callable[[], None]) -> int:
-    """Raises CollectorError. `reload`: what SIGHUP asks for."""
+    """Raises LanterneError. `reload`: what SIGHUP asks for."""
     from lanterne.collector import record_command
     from lanterne.collector.recording import Header
 
@@ -55,7 +55,7 @@ def offline(arguments: argparse.Namespace) -> int:
 
     try:
         return offline.run(arguments)
-    except CollectorError as error:
+    except LanterneError as error:
         print(f"lanterne-collector {arguments.command}: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, BrokenPipeError):
@@ -63,7 +63,7 @@ def offline(arguments: argparse.Namespace) -> int:
 
 
 def top(arguments: argparse.Namespace) -> int:
-    from lanterne.collector.client import client
+    from lanterne.collector.client import client_of
     from lanterne.collector.top import FetchError, top
 
     # Ended like Ctrl-C, so that the terminal is left as it was found.
@@ -71,15 +71,11 @@ def top(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(AttributeError):  # a terminal without UTF-8 shows "?" for "…"
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        shown = client(
-            ca=arguments.ca,
-            cert=arguments.cert,
-            key=arguments.key,
-            user=arguments.user,
-            password_file=arguments.password_file,
-        )
         return top(
-            arguments.address, once=arguments.once, interval=arguments.interval, client=shown
+            arguments.address,
+            once=arguments.once,
+            interval=arguments.interval,
+            client=client_of(arguments),
         )
     except (FetchError, CertificateError) as error:
         print(f"lanterne-collector top: {error}", file=sys.stderr)

@@ -28,6 +28,12 @@ class Complaints:
         if self._first((peer, cause)):
             log.warning("agent refused", extra={"peer": peer, "cause": cause, "reason": reason})
 
+    def handshake(self, peer: str, cause: str, remedy: str, reason: str) -> None:
+        """Of TLS; who it was is not known but for the address."""
+        if self._first((peer, cause)):
+            extra = {"peer": peer, "cause": cause, "reason": reason}
+            log.warning("connection refused: %s", remedy, extra=extra)
+
     def batch(self, peer: str, node: str, cause: str, reason: str) -> None:
         """A batch can never be applied."""
         if self._first((peer, node, cause)):

@@ -10,10 +10,19 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from lanterne.collector import columns
-from lanterne.collector.batch import NO_REPORTS, Communicators, DecodedBatch, Head, Reports
+from lanterne.collector.batch import (
+    NO_REPORTS,
+    NO_STRIDES,
+    U32,
+    Communicators,
+    DecodedBatch,
+    Head,
+    Reports,
+)
 from lanterne.collector.checks import Limits, check_node, refuse, text
 from lanterne.collector.columns import SPAN_LIMIT_NS, TIME_LIMIT_NS
 from lanterne.collector.errors import BatchRefused
@@ -76,7 +85,19 @@ def _checked(message: pb.Batch, size: int, received_ns: int, limits: Limits) -> 
         reports=_reports(message, limits),
         stages=columns.stages(message.stages, limits),
         pending=columns.pending(message.pending, n, head.end_ns),
+        strides=_strides(message.strides, n),
     )
+
+
+def _strides(data: bytes, communicators: int) -> U32:
+    if not data:
+        return NO_STRIDES
+    if len(data) != 4 * communicators:
+        refuse("column", f"strides has {len(data)} bytes for {communicators} communicators")
+    strides = np.frombuffer(data, "<u4")
+    if len(strides) and not 1 <= int(strides.min()) <= int(strides.max()) <= MAX_STRIDE:
+        refuse("stride", f"strides has values that are not between 1 and {MAX_STRIDE}")
+    return strides
 
 
 def _reports(m: pb.Batch, limits: Limits) -> Reports:

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 from lanterne.collector.advice_json import advice_json
+from lanterne.collector.client import Client
 from lanterne.collector.diagnose_findings import Finding, Looked, ranked
 from lanterne.collector.errors import RecordingError
 from lanterne.collector.experts_json import experts_json
@@ -20,6 +21,7 @@ Found = dict[str, Any]
 
 TIMEOUT_SECONDS = 10.0
 MOST_BYTES = 256 << 20
+UNAUTHORIZED = 401
 FOUND = 3  # exit status where something costs time
 
 _NAMES = {
@@ -33,34 +35,35 @@ _NAMES = {
 }
 
 
-def of_collector(address: str) -> tuple[Found, Found, Found]:
+def of_collector(address: str, client: Client) -> tuple[Found, Found, Found]:
     """(snapshot, experts, advice) of a running collector. Raises RecordingError."""
-    url = base_url(address)
-    snapshot, experts, advice = (
-        fetch(f"{url}/api/v1/{view}") for view in ("snapshot", "experts", "advice")
-    )
+    snapshot, experts, advice = ask(address, client, "snapshot", "experts", "advice")
     return snapshot, experts, advice
 
 
-def base_url(address: str) -> str:
-    """host:port or a URL -> URL without a slash at its end. Raises RecordingError."""
-    url = address if "://" in address else f"http://{address}"
+def ask(address: str, client: Client, *views: str) -> list[Found]:
+    """`address`: host:port or a URL; `views`: of /api/v1. Raises RecordingError."""
+    url = address if "://" in address else f"{client.scheme}://{address}"
     if not url.startswith(("http://", "https://")):
-        raise RecordingError(f"{address!r} must be host:port, an http URL, or a recording")
-    return url.rstrip("/")
+        raise RecordingError(f"{address!r} must be host:port or an http URL")
+    return [_fetch(f"{url.rstrip('/')}/api/v1/{view}", client) for view in views]
 
 
-def fetch(url: str) -> dict[str, Any]:
+def _fetch(url: str, client: Client) -> Found:
+    request = urllib.request.Request(url, headers=dict(client.headers))
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+        with urllib.request.urlopen(
+            request, timeout=TIMEOUT_SECONDS, context=client.context
+        ) as answer:
             found = json.loads(answer.read(MOST_BYTES))
     except urllib.error.HTTPError as error:
+        remedy = "; give --user and --password-file" if error.code == UNAUTHORIZED else ""
         with error:
-            raise RecordingError(f"{url} answered {error.code}: {error.reason}") from error
+            raise RecordingError(f"{url} answered {error.code}: {error.reason}{remedy}") from error
     except (OSError, http.client.HTTPException) as error:
         raise RecordingError(
-            f"no collector answers at {url} ({getattr(error, 'reason', error)}); name the HTTP "
-            "address of one, or a recording"
+            f"no collector answers at {url} ({getattr(error, 'reason', error)}); start one with "
+            "`lanterne-collector`, or name the HTTP address of one (with --ca where it has TLS)"
         ) from error
     except ValueError as error:
         raise RecordingError(f"{url} is no Lanterne collector of this version: {error}") from error
@@ -70,20 +73,21 @@ def fetch(url: str) -> dict[str, Any]:
 
 
 def of_recording(series: Series) -> tuple[Found, Found, Found]:
-    """The same of a recording's last moment with data."""
-    if series.last is None:
+    """The same of the last moment of a recording in which a job did something."""
+    moment = series.busy or series.last
+    if moment is None:
         raise RecordingError("the recording holds nothing to be looked at")
     snapshot, experts, advice = (
-        json.loads(made(series.last)) for made in (snapshot_json, experts_json, advice_json)
+        json.loads(made(moment)) for made in (snapshot_json, experts_json, advice_json)
     )
     return snapshot, experts, advice
 
 
 def earlier(series: Series, steps: list[Looked]) -> None:
-    """Adds who was named in the recording, and is not at its end."""
+    """Adds who was named in the recording, and is not at that moment."""
     stages = next(step for step in steps if step.step == "stages")
     for episode in series.named():
-        if series.seconds - episode.last <= 2.0:
+        if (series.busy_seconds or series.seconds) - episode.last <= 2.0:
             continue
         where = f" on {episode.node}" if episode.node else ""
         stages.findings.append(

@@ -6,8 +6,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from lanterne.collector.diagnose_findings import Finding, Json, Looked, share, where
 from lanterne.collector.report import count
+from lanterne.collector.view import spans
 
 WAIT_CRITICAL = 0.10  # share of a job's time
 WAIT_WARNING = 0.02
@@ -26,6 +29,7 @@ def stages(snapshot: Json) -> Looked:
     for number, comm in enumerate(snapshot["communicators"]):
         if comm["n_ranks"] < 2:
             continue
+        looked.findings += _hang(comm)
         looked.findings += _waited_for(snapshot, number, comm)
         looked.findings += _halves(comm)
         looked.findings += _comm_over_compute(snapshot, number, comm)
@@ -84,6 +88,42 @@ _ADVICE = {
     "hang": "Look at the stack of the rank that has not arrived (py-spy, gdb); then restart it.",
     "unknown": "Device evidence (the NCCL profiler plugin) tells computing from sending.",
 }
+
+
+_UNSTUCK = {
+    "gone": "Look into the log of the process that has ended; then restart the job.",
+    "not_arrived": "Look at the stack of the rank that has not come (py-spy, gdb).",
+    "not_arrived_host_running": "Look at the stack of the host that has not come (py-spy, gdb): "
+    "a checkpoint, a data loader, a lock, another branch of the program.",
+    "not_arrived_host_synchronising": "Its GPU does not end what it was given before: look at its "
+    "kernels and at Xid errors (dmesg), and at its other communicators.",
+    "arrived_device_not_started": "Its GPU does not end what it was given before: look at its "
+    "kernels and at Xid errors (dmesg), and at its other communicators.",
+}
+_TRANSPORT = "All are in it: look at the network, NVLink and NCCL's log of these ranks."
+
+
+def _hang(comm: Json) -> Iterator[Finding]:
+    hang = comm.get("hang")
+    if not hang:
+        return
+    late = set(hang["missing"])
+    told = [s for s in hang.get("states", ()) if s["text"]]
+    culprits = [s["state"] for s in told if late.intersection(s["ranks"])]
+    advice = [_UNSTUCK[s] for s in culprits if s in _UNSTUCK]
+    yield Finding(
+        "stages",
+        "critical",
+        f"{comm['name']}: nothing has happened for {hang['seconds']:.0f} s, its ranks stand in "
+        f"{hang['op']} {hang['seq']}",
+        tuple(f"{_ranks(s['ranks'])}: {s['text']}" for s in told),
+        tuple(dict.fromkeys(advice)) if late else (_TRANSPORT,),
+        1.0,
+    )
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) != 1)} {spans(np.array(numbers, dtype=np.int64))}"
 
 
 def _waited_for(snapshot: Json, number: int, comm: Json) -> Iterator[Finding]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lanterne.collector import certificates, web_config
+from lanterne.collector import certificates
 from lanterne.collector.config import CollectorConfig, split_address
-from lanterne.collector.errors import CollectorError
+from lanterne.service import web_config
+from lanterne.service.errors import LanterneError
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _ingest(config: CollectorConfig) -> Iterator[Finding]:
         try:
             certificates.read(tls.cert, tls.key, tls.client_ca)
             yield Finding("ok", "tls.cert", f"{tls.cert} and its key belong together")
-        except CollectorError as error:
+        except LanterneError as error:
             yield Finding("fail", "tls.cert", str(error))
     else:
         yield Finding("info", "tls.cert", "off: agents report in plaintext")
@@ -69,7 +70,7 @@ def _pages(config: CollectorConfig) -> Iterator[Finding]:
         try:
             web_config.read(Path(config.http.web_config))
             yield Finding("ok", "http.web_config", config.http.web_config)
-        except CollectorError as error:
+        except LanterneError as error:
             yield Finding("fail", "http.web_config", str(error))
     yield _folder("state.path", config.state.path)
     yield from _otlp(config)

@@ -2,19 +2,22 @@
 
 CollectorError
 ├── ConfigError      a value in the configuration is not allowed
-├── CertificateError a certificate, key, token or web configuration cannot be used
 ├── StreamRefused    an agent may not report here, or not for this node; .cause is a metric label
 ├── BatchRefused     a batch can never be applied; .code is a metric label
 ├── ListenError      an address cannot be listened on
 ├── RecordingError   a recording or trace cannot be written, read or analysed
 └── PlanError        there is no plan, or the form asked for cannot hold it
+
+A certificate, key, token or web configuration that cannot be used: service.errors.CertificateError.
 """
 
 from __future__ import annotations
 
+from lanterne.service.errors import LanterneError
 
-class CollectorError(Exception):
-    """Base of all; the message names the thing and the remedy."""
+
+class CollectorError(LanterneError):
+    pass
 
 
 class ConfigError(CollectorError):
@@ -25,10 +28,6 @@ class BatchRefused(CollectorError):  # noqa: N818  (a verdict on the batch, not 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
         self.code = code
-
-
-class CertificateError(CollectorError):
-    pass
 
 
 class StreamRefused(CollectorError):  # noqa: N818  (a verdict on the agent, not a fault of ours)

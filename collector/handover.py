@@ -16,6 +16,7 @@ from lanterne.collector.batch import (
     NO_PENDING,
     NO_REPORTS,
     NO_STAGES,
+    NO_STRIDES,
     Communicators,
     DecodedBatch,
     Head,
@@ -74,6 +75,7 @@ class Packer:
             (item.reports.expert_loads, item.reports.engine_readings),
             _stages(item.stages),
             _pending(item.pending),
+            item.strides.tobytes(),
         )
 
 
@@ -103,7 +105,8 @@ class Unpacker:
     def _item(self, packed: tuple) -> Item:  # type: ignore[type-arg]
         if packed[0] is not None:
             return ClockObservation(*packed)
-        _, head_values, changed, instances, summaries, traffic, reports, stages, pending = packed
+        _, head_values, changed, instances, summaries, traffic, *others = packed
+        reports, stages, pending, strides = others
         head = Head(*head_values)
         if changed is not None:
             self._known[head.node] = Communicators(*changed)
@@ -142,7 +145,8 @@ class Unpacker:
             if pending is None
             else Pending(
                 np.frombuffer(pending[0], u4).reshape(2, -1),
-                np.frombuffer(pending[1], u1).reshape(3, -1),
+                np.frombuffer(pending[1], u1).reshape(4, -1),
                 np.frombuffer(pending[2], i8),
             ),
+            strides=np.frombuffer(strides, u4) if strides else NO_STRIDES,
         )

@@ -23,14 +23,14 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lanterne.collector import log as logs
 from lanterne.collector.errors import ListenError
 from lanterne.collector.handover import Item, Unpacker
-from lanterne.collector.handshakes import Handshakes
+from lanterne.collector.handshakes import Handshakes, traced
 from lanterne.collector.link import (
     CROWDED,
     ITEMS,
     LOG,
+    ORIGINS,
     PORT,
     START,
     START_SECONDS,
@@ -39,6 +39,7 @@ from lanterne.collector.link import (
     STRIDE,
     Link,
 )
+from lanterne.service import log as logs
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Intake:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            env=traced(os.environ),
         )
         if self._child.stderr is not None:
             self._handshakes = Handshakes(self._child.stderr)  # type: ignore[arg-type]
@@ -143,6 +145,13 @@ class Intake:
         if stride != self._stride and self._link is not None and self._serving:
             self._stride = stride
             self._link.send(STRIDE, b"%d" % stride)
+
+    def tell(self, origins: Mapping[str, tuple[object, ...]]) -> None:
+        """By node: what its agent is to know of communicators that were met running; see
+        analyse.origins. Of other nodes what was told before holds."""
+        if origins and self._link is not None and self._serving:
+            plain = {node: tuple(told) for node, told in origins.items()}
+            self._link.send(ORIGINS, marshal.dumps(plain))
 
     def log(self, level: str, format: str) -> None:
         """How the child writes its log from now on."""

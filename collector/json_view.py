@@ -34,6 +34,7 @@ def snapshot_json(snapshot: Snapshot) -> bytes:
             "communicators": [_communicator(c) for c in snapshot.communicators],
             "ranks": _ranks(snapshot.ranks),
             "jobs": snapshot.jobs,
+            "rank_steps": snapshot.rank_steps,
             "stages": snapshot.stages,
             "gpus": tuple(snapshot.gpus),
             "processes": tuple(snapshot.processes),

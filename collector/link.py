@@ -13,7 +13,7 @@ import time
 
 _FRAME = struct.Struct("<IB")
 ITEMS, STATS, PORT, PROBLEM, CROWDED = range(5)  # from the child
-STRIDE, START, STOP, LOG = range(4)  # to the child
+STRIDE, START, STOP, LOG, ORIGINS = range(5)  # to the child
 START_SECONDS = 30.0  # until the other end must have answered the first message
 
 

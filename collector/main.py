@@ -31,20 +31,22 @@ from lanterne.collector.engine_options import (
     record_options,
     shared_expert_ranks,
 )
-from lanterne.collector.errors import CollectorError, ConfigError, ListenError
+from lanterne.collector.errors import ConfigError, ListenError
 from lanterne.collector.export import Exposition, families
-from lanterne.collector.guard import Guard
+from lanterne.collector.hang_log import HangLog
 from lanterne.collector.http import App
 from lanterne.collector.http_server import HttpServer
 from lanterne.collector.intake import Intake
 from lanterne.collector.loop import Loop
 from lanterne.collector.readiness import ready, status
-from lanterne.collector.reload import Reloader
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import Snapshot
 from lanterne.collector.startup import LIVE, configure_log, drop_privileges, load_settings
 from lanterne.collector.state import EXPERTS, StateFile, usable
-from lanterne.collector.systemd import Notifier
+from lanterne.service.errors import LanterneError
+from lanterne.service.guard import Guard
+from lanterne.service.reload import Reloader
+from lanterne.service.systemd import Notifier
 
 if TYPE_CHECKING:
     from lanterne.collector.otlp import Pusher
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     path = arguments.config or os.environ.get(ENV_CONFIG) or None
     try:
         config = load_settings(arguments)
-    except CollectorError as error:
+    except LanterneError as error:
         print(f"lanterne-collector: {error}", file=sys.stderr)
         return 2
     if arguments.check_config:
@@ -89,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.command == "record":
             return commands.record(config, arguments.ports_file, reloader.reload)
         return Collector(config, reloader).run_until_signal(arguments.ports_file)
-    except CollectorError as error:
+    except LanterneError as error:
         print(f"lanterne-collector: {error}", file=sys.stderr)
         return 1
 
@@ -103,6 +105,7 @@ class Collector:
         self._config = config
         self._reloader = reloader
         self._notifier = Notifier()
+        self._hangs = HangLog()
         analysis = config.analysis
         self._engine = Engine(
             engine_config(config),
@@ -165,8 +168,10 @@ class Collector:
             connected=self._intake.connected(),
         )
         self._intake.ask(self._engine.stride)
+        self._intake.tell(self._engine.origins_news())
         if self._state.due(now, self._config.state.seconds):
             self._state.save(self._engine.experts.export(), now)
+        self._hangs.tell(snapshot)
         self._notifier.alive()  # here: the thread that must get on is this one
         self._notifier.status(status(snapshot))
         return snapshot
@@ -266,6 +271,7 @@ class Collector:
         log.info("no longer listening for agents")
         self._loop.join()
         self._intake.close()
+        self._state.close()
         log.info("analysis ended")
         if self._otlp is not None:
             self._otlp.stop()
@@ -279,7 +285,7 @@ class Collector:
             version=this_version(),
             queue_depth=self._intake.depth,
             engine_errors=self._loop.errors,
-            state_errors={**self._state.errors, **self._intake.journal_errors()},
+            state_errors={**self._state.counts(), **self._intake.journal_errors()},
             state_saved_at=self._state.saved_at,
             reload=None if self._reloader is None else self._reloader.state,
             http_refused=dict(self._guard.refused),

@@ -218,6 +218,8 @@ _add("gauge", "lanterne_collector_snapshot_timestamp_seconds", (),
      "When the figures of this page were taken, UNIX time; absent before the first.")
 _add("gauge", "lanterne_collector_ranks", (), "Ranks (of all communicators) in the snapshot.")
 _add("gauge", "lanterne_collector_communicators", (), "Communicators in the snapshot.")
+_add("gauge", "lanterne_collector_communicators_met_running", ("state",),
+     "Communicators older than an agent of theirs, by whether their ranks' numbers are aligned.")
 _add("gauge", "lanterne_collector_queue_depth", (), "Batches that wait to be analysed.")
 _add("counter", "lanterne_collector_batches_total", ("status",),
      "Batches received, by how they were answered.")
@@ -226,7 +228,7 @@ _add("counter", "lanterne_collector_batches_refused_total", ("reason",),
 _add("counter", "lanterne_collector_streams_refused_total", ("reason",),
      "Agents turned away, by reason: certificate, token, or a node's name that is not theirs.")
 _add("counter", "lanterne_collector_http_refused_total", ("reason",),
-     "HTTP clients turned away, by reason: password, too many guesses, or certificate.")
+     "HTTP clients turned away, by reason (docs/operate.md).")
 _add("counter", "lanterne_collector_frames_total", (),
      "Frames received, those without a batch included.")
 _add("counter", "lanterne_collector_rows_total", ("status",),

@@ -17,6 +17,7 @@ from lanterne.proto import telemetry_pb2 as pb
 LIBRARIES = (1, 2, 3)
 IDENTITIES = 8  # values of Identity
 LANES, ROLES, EVIDENCES, FLAGS, STAGES = 2, 3, 4, 8, 10
+PENDING_STATES = 3
 UNITS = (1, 2, 3)
 
 Columns = pb.Instances | pb.Summaries | pb.Traffic | pb.Pending | pb.Stages
@@ -38,6 +39,8 @@ def leave_out_unknown(m: pb.Batch, left_out: Counter[str]) -> None:
         _rows(table, known, left_out)
     if not known.all():
         left_out["unknown_communicators"] += int((~known).sum())
+        if len(m.strides) == 4 * len(known):
+            m.strides = np.frombuffer(m.strides, "<u4")[known].tobytes()
         kept = [c for c, keep in zip(m.communicators, known, strict=True) if keep]
         del m.communicators[:]
         m.communicators.extend(kept)
@@ -102,7 +105,7 @@ def _understood(table: Columns) -> Bool:
     keep = np.ones(table.rows, bool)
     bounds = [("lane", LANES), ("stage", STAGES)]
     if isinstance(table, pb.Pending):
-        bounds.append(("evidence", EVIDENCES))
+        bounds += [("evidence", EVIDENCES), ("state", PENDING_STATES)]
     for field, count in bounds:
         column = _column(table, field)
         if column is not None:

@@ -21,6 +21,7 @@ from lanterne.collector import (
     straggler_report,
     straggler_trace,
 )
+from lanterne.collector.client import client_of
 from lanterne.collector.errors import PlanError, RecordingError
 from lanterne.collector.replay_series import Series
 from lanterne.collector.report import Document
@@ -74,16 +75,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _diagnose(arguments: argparse.Namespace) -> int:
     source: str = arguments.source
-    path = Path(source)
-    if path.is_file():
-        _, series = series_of(path)
+    series = _recorded(source)
+    if series is not None:
         steps = diagnose.diagnose(*diagnose_report.of_recording(series))
         diagnose_report.earlier(series, steps)
-        source = path.name
-    elif "/" in source.partition("://")[2] or ":" in source:
-        steps = diagnose.diagnose(*diagnose_report.of_collector(source))
+        source = Path(source).name
     else:
-        raise RecordingError(f"{source}: neither a file nor an address such as 127.0.0.1:9478")
+        told = diagnose_report.of_collector(source, client_of(arguments))
+        steps = diagnose.diagnose(*told)
     if arguments.json is not None:
         put(arguments.json, as_bytes(diagnose_report.as_json(steps, source)))
     if arguments.json != STDOUT:
@@ -91,8 +90,22 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     return diagnose_report.status(steps)
 
 
+def _recorded(source: str) -> Series | None:
+    """None where it is the address of a collector. Raises RecordingError."""
+    path = Path(source)
+    if path.is_file():
+        return series_of(path)[1]
+    if ":" not in source:
+        raise RecordingError(f"{source}: neither a file nor an address such as 127.0.0.1:9478")
+    return None
+
+
 def _plan(arguments: argparse.Namespace) -> int:
-    told = diagnose_report.fetch(f"{diagnose_report.base_url(arguments.address)}/api/v1/advice")
+    series = _recorded(arguments.source)
+    if series is not None:
+        _, _, told = diagnose_report.of_recording(series)
+    else:
+        (told,) = diagnose_report.ask(arguments.source, client_of(arguments), "advice")
     found = [
         a
         for a in told.get("advice", ())

@@ -61,7 +61,8 @@ def check_process(p: pb.Process, limits: Limits) -> bytes:
         if not -1 <= use.device < MAX_DEVICES:
             refuse("number", f"process.cuda.device is {use.device}")
     pressure = p.memory_pressure_ratio + p.cpu_pressure_ratio
-    if not math.isfinite(p.cpu_seconds + p.run_queue_seconds + pressure):
+    seconds = p.cpu_seconds + p.run_queue_seconds + p.synchronising_seconds
+    if not math.isfinite(seconds + pressure):
         _check_numbers(p, "process")
     return p.SerializeToString()
 

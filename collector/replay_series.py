@@ -92,6 +92,8 @@ class Series:
         self.steps: dict[tuple[str, str], Binned] = {}  # (workload, one of STEP_PARTS)
         self.experts: dict[tuple[str, ...], Experts] = {}
         self.last: Snapshot | None = None
+        self.busy: Snapshot | None = None  # the last in which operations had ended, if there is any
+        self.busy_seconds = 0.0
         self._stepped: dict[tuple[int, str], float] = {}  # start of the last step seen
         self._before: dict[tuple[object, ...], F64] = {}
         self._since = self._at = 0.0  # what is new in a snapshot is of the time between
@@ -115,8 +117,11 @@ class Series:
         self._engines(snapshot, at)
         self._stages(snapshot, at)
         self._experts(snapshot, at)
-        if self.last is None or (snapshot.communicators and passed > 0):
+        told = snapshot.communicators or snapshot.experts
+        if self.last is None or (told and passed > 0):
             self.last = snapshot  # while there was data: the very last one is taken in silence
+        if any(found[SUMS.index("instances")] > 0 for found in sums.values()):
+            self.busy, self.busy_seconds = snapshot, at
         self.seconds = max(self.seconds, at)
 
     def _more(self, key: tuple[object, ...], total: F64) -> F64:

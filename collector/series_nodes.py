@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lanterne.collector.metrics import CATALOG, Family, Point
-from lanterne.collector.reload import Reloaded
 from lanterne.collector.snapshot import GpuView, NodeView, Snapshot
+from lanterne.service.reload import Reloaded
 
 Rows = Sequence[tuple[tuple[str, ...], float]]
 
@@ -143,6 +143,7 @@ def _ingest(snapshot: Snapshot) -> Iterator[Family]:
     left = dict(ingest)
     batches = _with_prefix(left, "batches_")
     streams = _with_prefix(left, "streams_")
+    met_running = _with_prefix(left, "met_running_")
     rows = {"taken": left.pop("rows", 0)} | _with_prefix(left, "rows_")
     named = {
         "lanterne_collector_frames_total": left.pop("frames", None),
@@ -160,6 +161,7 @@ def _ingest(snapshot: Snapshot) -> Iterator[Family]:
     yield _family("lanterne_collector_snapshot_timestamp_seconds", [((), snapshot.taken_at)])
     yield _family("lanterne_collector_ranks", [((), float(len(snapshot.ranks.rank)))])
     yield _family("lanterne_collector_communicators", [((), float(len(snapshot.communicators)))])
+    yield _labelled("lanterne_collector_communicators_met_running", met_running)
 
 
 def _with_prefix(counts: dict[str, int], prefix: str) -> dict[str, int]:

@@ -81,6 +81,23 @@ class Ranks:
     blame_by_source: F64 = field(default_factory=lambda: np.zeros((0, 0)))
 
 
+# Where a rank of a communicator that stands still is; see analyse.hang_states.
+HANG_STATES = (
+    "gone", "not_arrived", "not_arrived_host_running", "not_arrived_host_synchronising",
+    "arrived_device_not_started", "arrived_device_started", "arrived_in_call", "arrived", "unknown",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HangState:
+    """The ranks in one of HANG_STATES."""
+
+    state: str
+    ranks: tuple[int, ...]
+    seconds: float  # the longest of them; NaN unknown
+    text: str  # of these ranks, in words
+
+
 @dataclass(frozen=True)
 class HangView:
     """A communicator that stands still; ranks are those of the communicator."""
@@ -91,6 +108,7 @@ class HangView:
     missing: tuple[int, ...]  # none: all are in it, and it does not end
     gone: tuple[int, ...]  # those of them whose process has ended
     arrived: tuple[int, ...]
+    states: tuple[HangState, ...] = ()  # each rank is in one of them
 
 
 @dataclass(frozen=True)
@@ -267,6 +285,17 @@ class StepView:
 
 
 @dataclass(frozen=True)
+class RankSteps:
+    """Steps of one rank over all of its communicators, where it has several."""
+
+    comm: int  # index into Snapshot.communicators: the one with expert layers
+    rank: int  # in that
+    pid: int
+    communicators: tuple[int, ...]  # all that the steps are over
+    steps: StepView
+
+
+@dataclass(frozen=True)
 class EngineView:
     """What an engine tells of itself: ttft_p95 and so on in seconds, balancedness, counts."""
 
@@ -349,3 +378,4 @@ class Snapshot:
     stages: tuple[StageView, ...] = ()
     # (index into nodes, pid) -> where the process belongs, as far as that is known
     places: Mapping[tuple[int, int], Place] = field(default_factory=dict)
+    rank_steps: tuple[RankSteps, ...] = ()

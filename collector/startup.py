@@ -7,11 +7,11 @@ import logging
 import os
 from pathlib import Path
 
-from lanterne.collector import log as logs
 from lanterne.collector import privileges
 from lanterne.collector.cli import flags
 from lanterne.collector.config import ENV_CONFIG, CollectorConfig, load, split_address
-from lanterne.collector.systemd import mark_priorities
+from lanterne.service import log as logs
+from lanterne.service.systemd import mark_priorities
 
 log = logging.getLogger("lanterne.collector")
 

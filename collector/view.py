@@ -119,16 +119,28 @@ def _listed(ranks: tuple[int, ...]) -> str:
     return spans(np.array(ranks, dtype=np.int64))
 
 
-def _hang(hang: HangView) -> str:
+def hang_text(hang: HangView) -> str:
+    """Who waits where for whom, and where each rank is, as far as anything tells."""
     where = f"{hang.op} {hang.seq}"
-    if not hang.missing:
+    if hang.missing:
+        gone = f" (ended: {_listed(hang.gone)})" if hang.gone else ""
+        lead = (
+            f"ranks {_listed(hang.arrived)} wait in {where} for {hang.seconds:.0f} s; "
+            f"missing {_listed(hang.missing)}{gone}"
+        )
+    else:
         ranks = _listed(hang.arrived)
-        return f"ranks {ranks} are all in {where} for {hang.seconds:.0f} s and it does not end"
-    gone = f" (ended: {_listed(hang.gone)})" if hang.gone else ""
-    return (
-        f"ranks {_listed(hang.arrived)} wait in {where} for {hang.seconds:.0f} s; "
-        f"missing {_listed(hang.missing)}{gone}"
-    )
+        lead = f"ranks {ranks} are all in {where} for {hang.seconds:.0f} s and it does not end"
+    return lead + "".join(f". {text[0].upper()}{text[1:]}" for text in hang_states(hang))
+
+
+def hang_states(hang: HangView) -> list[str]:
+    """Where each rank is, a clause for each state; the late ones first."""
+    late = set(hang.missing)
+    order = sorted(hang.states, key=lambda s: not late.intersection(s.ranks))
+    return [
+        f"rank{'s' * (len(s.ranks) != 1)} {_listed(s.ranks)}: {s.text}" for s in order if s.text
+    ]
 
 
 def messages(snapshot: Snapshot, *, stale_seconds: float = 10.0) -> tuple[Message, ...]:
@@ -148,7 +160,7 @@ def messages(snapshot: Snapshot, *, stale_seconds: float = 10.0) -> tuple[Messag
     for comm in snapshot.communicators:
         if comm.hang is not None:
             subject = f"{comm.workload}/{comm.name}" if comm.workload else comm.name
-            found.append(Message("hang", subject, _hang(comm.hang)))
+            found.append(Message("hang", subject, hang_text(comm.hang)))
     for comm in snapshot.communicators:
         if comm.absent_reason and comm.n_ranks > 1:  # one rank has nobody to wait for
             subject = f"{comm.workload}/{comm.name}" if comm.workload else comm.name

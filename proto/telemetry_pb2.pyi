@@ -99,7 +99,7 @@ class ClockSample(_message.Message):
     def __init__(self, agent_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., agent_received_ns: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("epoch", "sequence", "status", "reason", "frame_sent_ns", "collector_received_ns", "collector_sent_ns", "stride")
+    __slots__ = ("epoch", "sequence", "status", "reason", "frame_sent_ns", "collector_received_ns", "collector_sent_ns", "stride", "origins")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class Ack(_message.Message):
     COLLECTOR_RECEIVED_NS_FIELD_NUMBER: _ClassVar[int]
     COLLECTOR_SENT_NS_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
+    ORIGINS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     status: Status
@@ -116,10 +117,29 @@ class Ack(_message.Message):
     collector_received_ns: int
     collector_sent_ns: int
     stride: int
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., reason: _Optional[str] = ..., frame_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., stride: _Optional[int] = ...) -> None: ...
+    origins: Origins
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., reason: _Optional[str] = ..., frame_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., stride: _Optional[int] = ..., origins: _Optional[_Union[Origins, _Mapping]] = ...) -> None: ...
+
+class Origins(_message.Message):
+    __slots__ = ("epoch", "rows", "comm_hash", "rank", "lane", "offset", "whole")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COMM_HASH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rows: int
+    comm_hash: bytes
+    rank: bytes
+    lane: bytes
+    offset: bytes
+    whole: bytes
+    def __init__(self, epoch: _Optional[int] = ..., rows: _Optional[int] = ..., comm_hash: _Optional[bytes] = ..., rank: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("schema", "node", "epoch", "sequence", "agent_version", "boot_id", "start_ns", "end_ns", "realtime_offset_ns", "stride", "communicators", "instances", "summaries", "traffic", "gpus", "processes", "health", "expert_loads", "engine_readings", "pending", "stages")
+    __slots__ = ("schema", "node", "epoch", "sequence", "agent_version", "boot_id", "start_ns", "end_ns", "realtime_offset_ns", "stride", "communicators", "instances", "summaries", "traffic", "gpus", "processes", "health", "expert_loads", "engine_readings", "pending", "stages", "strides")
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +161,7 @@ class Batch(_message.Message):
     ENGINE_READINGS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    STRIDES_FIELD_NUMBER: _ClassVar[int]
     schema: int
     node: str
     epoch: int
@@ -162,7 +183,8 @@ class Batch(_message.Message):
     engine_readings: _containers.RepeatedCompositeFieldContainer[EngineReading]
     pending: Pending
     stages: Stages
-    def __init__(self, schema: _Optional[int] = ..., node: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., realtime_offset_ns: _Optional[int] = ..., stride: _Optional[int] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., instances: _Optional[_Union[Instances, _Mapping]] = ..., summaries: _Optional[_Union[Summaries, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., health: _Optional[_Union[Health, _Mapping]] = ..., expert_loads: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., engine_readings: _Optional[_Iterable[_Union[EngineReading, _Mapping]]] = ..., pending: _Optional[_Union[Pending, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ...) -> None: ...
+    strides: bytes
+    def __init__(self, schema: _Optional[int] = ..., node: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., realtime_offset_ns: _Optional[int] = ..., stride: _Optional[int] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., instances: _Optional[_Union[Instances, _Mapping]] = ..., summaries: _Optional[_Union[Summaries, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., health: _Optional[_Union[Health, _Mapping]] = ..., expert_loads: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., engine_readings: _Optional[_Iterable[_Union[EngineReading, _Mapping]]] = ..., pending: _Optional[_Union[Pending, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., strides: _Optional[bytes] = ...) -> None: ...
 
 class Communicator(_message.Message):
     __slots__ = ("comm_hash", "library", "n_ranks", "rank", "name", "pid", "pid_start_ticks", "workload", "gpu_bus_id", "gpu_index", "identity", "complete", "parent_hash", "role")
@@ -273,7 +295,7 @@ class Traffic(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., sent_bytes: _Optional[bytes] = ..., received_bytes: _Optional[bytes] = ..., receives: _Optional[bytes] = ..., wait_ns: _Optional[bytes] = ...) -> None: ...
 
 class Pending(_message.Message):
-    __slots__ = ("rows", "communicator", "seq", "lane", "op", "evidence", "entered_ns")
+    __slots__ = ("rows", "communicator", "seq", "lane", "op", "evidence", "entered_ns", "state")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +303,7 @@ class Pending(_message.Message):
     OP_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     ENTERED_NS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     rows: int
     communicator: bytes
     seq: bytes
@@ -288,7 +311,8 @@ class Pending(_message.Message):
     op: bytes
     evidence: bytes
     entered_ns: bytes
-    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., seq: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., op: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., entered_ns: _Optional[bytes] = ...) -> None: ...
+    state: bytes
+    def __init__(self, rows: _Optional[int] = ..., communicator: _Optional[bytes] = ..., seq: _Optional[bytes] = ..., lane: _Optional[bytes] = ..., op: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., entered_ns: _Optional[bytes] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("index", "uuid", "bus_id", "name", "utilization_ratio", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts", "energy_joules", "sm_clock_hertz", "sm_clock_max_hertz", "throttle_reasons", "process_memory_bytes")
@@ -330,7 +354,7 @@ class Gpu(_message.Message):
     def __init__(self, index: _Optional[int] = ..., uuid: _Optional[str] = ..., bus_id: _Optional[str] = ..., name: _Optional[str] = ..., utilization_ratio: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., temperature_celsius: _Optional[float] = ..., power_watts: _Optional[float] = ..., energy_joules: _Optional[float] = ..., sm_clock_hertz: _Optional[float] = ..., sm_clock_max_hertz: _Optional[float] = ..., throttle_reasons: _Optional[_Iterable[str]] = ..., process_memory_bytes: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("pid", "pid_start_ticks", "command", "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio", "launches", "graph_launches", "syncs", "sync_ns", "captured_operations", "cuda", "steps", "blind_steps", "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit", "mig")
+    __slots__ = ("pid", "pid_start_ticks", "command", "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio", "launches", "graph_launches", "syncs", "sync_ns", "captured_operations", "cuda", "steps", "blind_steps", "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit", "mig", "synchronising_seconds")
     PID_FIELD_NUMBER: _ClassVar[int]
     PID_START_TICKS_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +380,7 @@ class Process(_message.Message):
     SLURM_STEP_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     MIG_FIELD_NUMBER: _ClassVar[int]
+    SYNCHRONISING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     pid_start_ticks: int
     command: str
@@ -381,7 +406,8 @@ class Process(_message.Message):
     slurm_step: str
     unit: str
     mig: str
-    def __init__(self, pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., command: _Optional[str] = ..., cpu_seconds: _Optional[float] = ..., run_queue_seconds: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., memory_pressure_ratio: _Optional[float] = ..., cpu_pressure_ratio: _Optional[float] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ..., captured_operations: _Optional[int] = ..., cuda: _Optional[_Iterable[_Union[CudaUse, _Mapping]]] = ..., steps: _Optional[int] = ..., blind_steps: _Optional[int] = ..., pod: _Optional[str] = ..., namespace: _Optional[str] = ..., container: _Optional[str] = ..., owner_kind: _Optional[str] = ..., owner: _Optional[str] = ..., slurm_job: _Optional[str] = ..., slurm_step: _Optional[str] = ..., unit: _Optional[str] = ..., mig: _Optional[str] = ...) -> None: ...
+    synchronising_seconds: float
+    def __init__(self, pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., command: _Optional[str] = ..., cpu_seconds: _Optional[float] = ..., run_queue_seconds: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., memory_pressure_ratio: _Optional[float] = ..., cpu_pressure_ratio: _Optional[float] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ..., captured_operations: _Optional[int] = ..., cuda: _Optional[_Iterable[_Union[CudaUse, _Mapping]]] = ..., steps: _Optional[int] = ..., blind_steps: _Optional[int] = ..., pod: _Optional[str] = ..., namespace: _Optional[str] = ..., container: _Optional[str] = ..., owner_kind: _Optional[str] = ..., owner: _Optional[str] = ..., slurm_job: _Optional[str] = ..., slurm_step: _Optional[str] = ..., unit: _Optional[str] = ..., mig: _Optional[str] = ..., synchronising_seconds: _Optional[float] = ...) -> None: ...
 
 class CudaUse(_message.Message):
     __slots__ = ("device", "stream", "launches", "graph_launches", "syncs", "sync_ns")

@@ -33,6 +33,7 @@ from lanterne.collector.analyse.carry import Carry
 from lanterne.collector.analyse.causes import Causes
 from lanterne.collector.analyse.experts import Experts
 from lanterne.collector.analyse.joining import Joining
+from lanterne.collector.analyse.origins import Origins, Told
 from lanterne.collector.analyse.paths import Paths, Span
 from lanterne.collector.analyse.progress import Progress
 from lanterne.collector.analyse.registry import Registry
@@ -98,8 +99,9 @@ class Engine:
         )
         self.stages = Stages()
         self.joining = Joining(2 * c.communicators, c.members)
+        self.origins = Origins(self.joining, self.registry)
         self.clocks: dict[str, NodeClock] = {}
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(rows_misaligned=0)
         self._pending: list[DecodedBatch] = []
         self._pending_rows = 0
         self._now_ns = 0
@@ -115,6 +117,12 @@ class Engine:
     def stride(self) -> int:
         """Instances wanted of the agents: sequence % stride == 0. A power of two."""
         return self._stride.value
+
+    def origins_news(self) -> dict[str, Told]:
+        """By node: what its agent is to be told of communicators that were met running, where that
+        has changed since this was last asked.
+        """
+        return self.origins.news()
 
     def overloaded(self) -> None:
         """More comes in than is worked off (a full queue): ask for fewer instances from the next
@@ -186,6 +194,7 @@ class Engine:
         ):
             self.registry.remove(number)
         self._renew()
+        self.origins.update(self.stride, self._now_ns)
         return view.build(self, now, ingest or {}, refused or {}, connected)
 
     def _advise(self) -> None:
@@ -214,10 +223,13 @@ class Engine:
             own_samples_skipped=self.window.own_skipped,
             series_dropped=self.summaries.dropped + self.waits.dropped,
             dropped_step_rows=self.accounts.serving.dropped,
+            rank_steps_left_out=self.accounts.rank_steps.left_out,
             rows_joining=self.joining.rows_used,
             cells_used=self.tables.cells.used,
             dropped_stages=self.stages.unknown,
+            dropped_origins=self.origins.dropped,
         )
+        found.update({f"met_running_{k}": v for k, v in self.origins.states().items()})
         found.update({f"dropped_{k}": v for k, v in self.registry.dropped.items()})
         found.update({f"dropped_{k}": v for k, v in self.experts.dropped.items()})
         return found
@@ -235,10 +247,13 @@ class Engine:
                 self.progress.forget(number, slot.base, slot.ranks)
                 self.roles.forget(slot.base, slot.ranks)
                 self.accounts.serving.forget(number)
+                self.accounts.rank_steps.forget(number)
                 self.paths.forget(number, slot.base, slot.ranks)
                 self.transfers.forget(number, slot.base, slot.ranks)
                 self.causes.forget(number, slot.base, slot.ranks)
-                self.joining.forget(number, slot.base, slot.ranks, late=slot.late_attached)
+                late = slot.late_attached
+                self.joining.forget(number, slot.base, slot.ranks, late=late, fresh=True)
+                self.origins.turns.forget(number)
         if r.fresh_processes:
             self.carry.forget(r.fresh_processes)
             self.stages.forget(r.fresh_processes)
@@ -249,6 +264,7 @@ class Engine:
             slot = self.registry.slots[number]
             if slot is not None:
                 self.joining.forget(number, slot.base, slot.ranks, late=True)
+                self.origins.turns.forget(number)
                 self.hangs.forget(number, slot.base, slot.ranks)
                 self.progress.forget(number, slot.base, slot.ranks)
             self.tables.clear(2 * number)
@@ -295,12 +311,12 @@ class Engine:
                 continue
             index = p.words[0]
             good = r.slot[index] >= 0
-            index, lane, op = index[good], p.small[0][good], p.small[1][good]
+            index, (lane, op, _, state) = index[good], p.small[:, good]
             member = r.member[index]
             seq = self.joining.shifted(lane, member, p.words[1][good].astype(np.int64))
             entered = batch.received_ns - (batch.head.end_ns - p.entered_ns[good])
             slot = r.slot[index].astype(np.int64)
-            self.hangs.add_pending(member, slot, lane, seq, op, entered, self._now_ns)
+            self.hangs.add_pending(member, slot, lane, seq, op, state, entered, self._now_ns)
 
     def _join(self, flow: gather.Flow) -> gather.Flow | None:
         """Bring communicators that were met running onto common sequence numbers."""
@@ -365,6 +381,11 @@ class Engine:
         for j in judged:
             self.accounts.add(j, base_of)
             self.transfers.add(j, self.tables, base_of, clocks)
+            wrong = j.outcome == w.MISALIGNED
+            told = j.ranks * wrong if j.present is None else j.present[:, wrong]
+            self.counts["rows_misaligned"] += int(told.sum())
+            with_evidence = j.evidence > 0
+            self.joining.judged(j.slot[with_evidence], wrong[with_evidence])
         self.tables.done(rows)
 
     def _solve_clocks(self) -> tuple[F64, F64]:
@@ -398,11 +419,13 @@ class Engine:
         self.stages.close(self.window, self.registry)
         self.loads.close(self.registry.members_used)
         self.accounts.serving.close()
+        self.accounts.rank_steps.close(self.registry, self.accounts.serving.slots)
         self._window_end = self._now_ns + int(self.config.window_seconds * NS)
         self._stride.close()
         stats = kinds.kind_stats(blocks)
         spans, outcome = self.window.closed.span_ns, self.window.closed.outcome
         timed = outcome[:, w.SCORED] + outcome[:, w.CLOCK]
+        self.registry.restarted += self.joining.doubtful(self._now_ns)
         observed = []
         for number, slot in enumerate(self.registry.slots):
             if slot is None:

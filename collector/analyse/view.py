@@ -64,6 +64,9 @@ def build(
         engines=engine.experts.engines(engine.now_ns, int(engine.config.idle_seconds * NS)),
         advice=engine.advisor.advice(),
         places=_places(heads),
+        rank_steps=engine.accounts.rank_steps.views(
+            {number: i for i, (number, _) in enumerate(live)}, engine.registry
+        ),
     )
 
 

@@ -34,7 +34,8 @@ MAINTAINER = (
 # Nothing of ours uses them, and they are half of what the wheels hold.
 UNUSED = ("**/tests", "numpy/f2py", "numpy/**/*.a", "**/*.pyi", "**/*.pyx", "bin", "include")
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
-COPIED = ("agent", "collector", "probes", "proto", "pyproject.toml", "README.md", "LICENSE")
+FOLDERS = ("agent", "collector", "probes", "proto", "service")
+COPIED = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 
 
 @dataclass(frozen=True)

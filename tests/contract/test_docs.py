@@ -21,8 +21,8 @@ from prometheus_client.core import Metric
 from lanterne.agent import config as agent_config
 from lanterne.agent import export
 from lanterne.agent.keeper import SpoolState
-from lanterne.agent.reload import Reloaded
 from lanterne.collector import config as collector_config
+from lanterne.service.reload import Reloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("agent", "collector", "probes", "proto")
+FOLDERS = ("agent", "collector", "probes", "proto", "service")
 
 
 def lint(cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def test_the_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("file", "line", "broken"),
     [
-        ("agent/errors.py", "import lanterne.collector.errors", "share only lanterne.proto"),
+        ("agent/errors.py", "import lanterne.collector.errors", "share only lanterne.proto and"),
         ("probes/layout.py", "import lanterne.agent.errors", "the probes know nothing of ours"),
         ("agent/errors.py", "import lanterne.agent.config", "in the agent a stage"),
         ("collector/errors.py", "import lanterne.collector.main", "in the collector a stage"),
@@ -45,6 +45,8 @@ def test_the_contracts_hold() -> None:
         ("agent/errors.py", "import prometheus_client", "prometheus_client only"),
         ("agent/errors.py", "import capstone", "capstone only"),
         ("agent/windows.py", "import time", "no IO"),
+        ("service/errors.py", "import lanterne.service.web_config", "in what both are made of"),
+        ("service/errors.py", "import lanterne.agent.errors", "in service nothing of ours"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path: Path, file: str, line: str, broken: str) -> None:

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from lanterne.collector.analyse import reasons
 from lanterne.collector.export import families, write
 from lanterne.collector.metrics import CATALOG
-from lanterne.collector.reload import Reloaded
 from lanterne.collector.series_nodes import Runtime
 from lanterne.collector.snapshot import AdviceView, HangView, JobView, Place, Snapshot
+from lanterne.service.reload import Reloaded
 from tests.fixtures.snapshots import (
     NOW,
     blind,

@@ -100,7 +100,7 @@ def test_packages_are_listed_and_agree_with_the_folders() -> None:
     listed = set(project()["tool"]["setuptools"]["packages"])
     found = {
         ".".join(("lanterne", *init.parent.relative_to(ROOT).parts))
-        for folder in ("agent", "collector", "probes", "proto")
+        for folder in ("agent", "collector", "probes", "proto", "service")
         for init in (ROOT / folder).rglob("__init__.py")
     }
     assert listed == found

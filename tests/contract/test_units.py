@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lanterne.agent import privileges, systemd
+from lanterne.agent import privileges
 from lanterne.agent.config import AgentConfig
 from lanterne.collector.config import CollectorConfig
+from lanterne.service import systemd
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = {side: ROOT / side / f"lanterne-{side}.service" for side in ("agent", "collector")}

@@ -17,7 +17,8 @@ from tests.deb.system import ROOT, SOURCES, System, booted, bound
 from tests.rig.rig import build
 from tests.stack import Samples, wait_for
 
-pytestmark = [pytest.mark.deb, pytest.mark.timeout(900)]
+# Packing, checking and booting take as long as the machine is busy.
+pytestmark = [pytest.mark.deb, pytest.mark.timeout(3600)]
 
 AGENT, COLLECTOR = "lanterne-agent", "lanterne-collector"
 AGENT_PAGE, COLLECTOR_PAGE = "http://127.0.0.1:9477/metrics", "http://127.0.0.1:9478/metrics"

@@ -15,7 +15,8 @@ import pytest
 
 from tests.deb.system import KEPT, ROOT
 
-pytestmark = [pytest.mark.deb, pytest.mark.timeout(900)]
+# Packing, checking and booting take as long as the machine is busy.
+pytestmark = [pytest.mark.deb, pytest.mark.timeout(3600)]
 
 BASE = "docker.io/library/debian:bookworm-slim"
 
@@ -31,7 +32,7 @@ class Buildah:
 
     def __call__(self, *command: str | Path) -> str:
         done = subprocess.run(
-            [*self._own, *map(str, command)], capture_output=True, text=True, timeout=800, cwd=ROOT
+            [*self._own, *map(str, command)], capture_output=True, text=True, timeout=1800, cwd=ROOT
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout.strip()

@@ -85,6 +85,7 @@ def _add_columns(batch: telemetry_pb2.Batch) -> None:
             op=u8(8),
             evidence=u8(2),
             entered_ns=u64(10**9),
+            state=u8(2),
         )
     )
     batch.stages.MergeFrom(

@@ -43,7 +43,8 @@ from lanterne.collector.analyse.engine import Engine
 from lanterne.collector.analyse.settings import EngineConfig
 from lanterne.collector.decode import decode
 from lanterne.collector.errors import BatchRefused, RecordingError
-from lanterne.collector.ingest import Ingest, IngestConfig
+from lanterne.collector.frames import Frames
+from lanterne.collector.ingest_config import IngestConfig
 from lanterne.probes import deepep
 from lanterne.proto import pod_resources_pb2, telemetry_pb2
 from tests.fuzz import corpus, mutate
@@ -101,7 +102,7 @@ def _frames() -> Read:
         engine.apply(item)  # type: ignore[arg-type]
         return True
 
-    ingest = Ingest(on_batch=take, config=IngestConfig(nodes=64))
+    frames = Frames(on_batch=take, config=IngestConfig(nodes=64))
     peer = Peer("fuzz")
 
     def one(data: bytes) -> object:
@@ -110,7 +111,7 @@ def _frames() -> Read:
         now_ns += 20_000_000
         if count % 4096 == 0:
             engine = Engine(SMALL)
-        _, ack = ingest._frame(data, now_ns, peer)
+        ack = frames.answer(data, now_ns, peer).ack
         if count % 64 == 0:
             engine.snapshot(now_ns / 1e9, now_ns=now_ns)
         if ack.status == telemetry_pb2.STATUS_REFUSED:

@@ -106,7 +106,7 @@ def add_wheels(root: Path, work: Path) -> dict[str, str]:
 def add_lanterne(root: Path) -> str:
     """The agent's side as an installation would have it -> version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for name in ("agent", "probes", "proto"):
+    for name in ("agent", "probes", "proto", "service"):
         shutil.copytree(ROOT / name, root / SITE / "lanterne" / name,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     version = str(project["version"])

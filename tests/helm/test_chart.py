@@ -173,6 +173,34 @@ def test_the_agent_is_as_closed_as_it_can_be() -> None:
     assert collector["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_scrapes_and_probes_ask_as_the_programs_answer() -> None:
+    """By HTTPS where a web configuration is given, and with the password only there."""
+    login = {"basicAuth": {"username": {"name": "web", "key": "user"}}, "enabled": True}
+    for secret in ("", "lanterne-web"):
+        objects = render(
+            {
+                "agent": {"webConfigSecret": secret},
+                "collector": {"webConfigSecret": secret},
+                "monitoring": {"podMonitor": login, "serviceMonitor": login},
+            }
+        )
+        for owner, monitor, endpoints, variable in (
+            ("DaemonSet", "PodMonitor", "podMetricsEndpoints", "AGENT_METRICS"),
+            ("StatefulSet", "ServiceMonitor", "endpoints", "COLLECTOR_HTTP"),
+        ):
+            part = container(objects, owner)
+            (asked,) = the(objects, monitor)["spec"][endpoints]
+            assert asked.get("scheme", "http") == ("https" if secret else "http")
+            assert ("basicAuth" in asked) == bool(secret)
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert part[probe]["httpGet"]["scheme"] == ("HTTPS" if secret else "HTTP")
+            file = environment(part, FIELDS).get(f"LANTERNE_{variable}_WEB_CONFIG")
+            assert file == ("/etc/lanterne/web/web.yml" if secret else None)
+            assert ("/etc/lanterne/web" in {m["mountPath"] for m in part["volumeMounts"]}) == bool(
+                secret
+            )
+
+
 def _check(
     program: str, env: dict[str, str], arguments: list[str]
 ) -> subprocess.CompletedProcess[str]:

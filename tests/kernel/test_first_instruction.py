@@ -34,6 +34,7 @@ BODIES = {
         "move": ("mov $42, %eax; ret", True),
         "endbr": ("endbr64; mov $42, %eax; ret", True),
         "nop": ("nop; mov $42, %eax; ret", False),
+        "nop5": ("nopl 0(%rax,%rax,1); mov $42, %eax; ret", None),
     },
     "aarch64": {
         "stp": ("stp x29, x30, [sp, #-16]!; mov w0, 42; ldp x29, x30, [sp], #16; ret", None),

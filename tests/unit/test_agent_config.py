@@ -72,6 +72,7 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         ("window = 3", ["window = 3", "[window]"]),
         ("[probes]\nring_bytes = 5000", ["probes.ring_bytes", "5000", "power of two", "8192"]),
         ("[probes]\ndevice_ring_bytes = 5000", ["probes.device_ring_bytes", "power of two"]),
+        ("[probes]\nkernel_ring_bytes = 5000", ["probes.kernel_ring_bytes", "power of two"]),
         ('[probes]\nlook_into = "x*"', ["probes.look_into", "a list of path patterns"]),
         ('[probes]\nmethod = "kprobe"', ["probes.method", "'kprobe'", "'auto'", "'multi'"]),
         ("[sources]\nnvml = 1", ["sources.nvml", "true or false"]),
@@ -90,6 +91,7 @@ def test_a_bad_file_is_refused_in_words(tmp_path: Path, text: str, words: list[s
         load(path, {})
     for word in [str(path), *words]:
         assert word in str(refused.value)
+    assert "regex" not in str(refused.value)  # said in words
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

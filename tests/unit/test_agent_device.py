@@ -281,3 +281,32 @@ def test_slots_used_anew_know_nothing() -> None:
     scene.gpu(replay(0, BASE_NS + S))
     scene.close(final=True)
     assert [r[1] for r in scene.rows()] == [REPLAYS_FROM, REPLAYS_FROM]
+
+
+# -- what may be stuck ---------------------------------------------------------------------
+
+
+def test_a_communicator_is_quiet_when_nothing_was_told_for_some_windows() -> None:
+    scene = Scene()
+    assert scene.device.quiet().tolist() == []  # nothing was ever told
+    scene.calls(records(*(record(seq=i, enter_ns=BASE_NS + i * MS) for i in range(4))))
+    for i in range(4):
+        scene.gpu(told(seq=90 + i, enqueue_ns=BASE_NS + i * MS + 500, start_ns=BASE_NS + i * MS))
+    quiet = [scene.close() and scene.device.quiet().tolist() for _ in range(4)]
+    assert quiet == [[], [0], [0], [0]]
+    assert scene.device.last_told[0].tolist() == [3, -1]
+    scene.gpu(told(seq=94, enqueue_ns=scene.now, start_ns=scene.now))
+    assert scene.device.quiet().tolist() == []
+    scene.windows.forget(np.array([0], np.uint16))
+    assert scene.device.last_told[0].tolist() == [-1, -1]
+    assert scene.device.quiet().tolist() == []
+
+
+def test_the_number_told_last_counts_replays_of_graphs_too() -> None:
+    scene = Scene()
+    for i in range(3):
+        scene.gpu(replay(i, BASE_NS + i * 20 * MS))
+    scene.close()
+    scene.close(final=True)
+    last = max(row[1] for row in scene.rows() if row[0] == 1)
+    assert scene.device.last_told[0].tolist() == [-1, last]

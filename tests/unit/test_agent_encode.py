@@ -10,10 +10,13 @@ from agent_arrays import BASE_NS, comm_event, exchange, record, records
 from agent_readings import Gpu, Reading
 
 from lanterne.agent import encode as encoding
+from lanterne.agent import plugin_memory
 from lanterne.agent.comms import Registry
 from lanterne.agent.cuda import Bin, Use
 from lanterne.agent.encode import Context, Head, Health
 from lanterne.agent.events import Records, Rules
+from lanterne.agent.inflight import in_flight, joined, on_device
+from lanterne.agent.origins import Origin, Origins
 from lanterne.agent.pipeline import Pipeline
 from lanterne.agent.process import Processes
 from lanterne.collector.batch import DecodedBatch
@@ -97,12 +100,62 @@ def test_the_whole_way_from_records_to_what_the_collector_reads(tmp_path: Path) 
     assert batch.head.events_lost == {"ring": 2}
 
 
+def test_what_the_collector_told_decides_what_it_gets(tmp_path: Path) -> None:
+    """Two communicators; of the second run of numbers every one, of the first those it told."""
+    pipe = pipeline(tmp_path)
+    made = np.concatenate([creation(0x1000), creation(0x2000, id=b"v" * 128)])
+    pipe.feed(record()[:0], made, BASE_NS)
+    hashes = [comm.comm_hash for comm in pipe.registry.alive()]
+    told = {(hashes[0], 1): Origin((-3, 0)), (hashes[1], 1): Origin(whole=True)}
+
+    def close(stride: int, epoch: int, of: dict[tuple[int, int], Origin]) -> DecodedBatch:
+        rows = [record(seq=seq, comm=comm) for comm in (0x1000, 0x2000) for seq in range(8)]
+        pipe.feed(records(*rows), NOTHING, BASE_NS)
+        (batch,) = decoded(pipe.close(BASE_NS + 1, stride, Context, origins=Origins(epoch, of)))
+        return batch
+
+    def sent(batch: DecodedBatch) -> list[list[int]]:
+        return [batch.instances.seq[batch.instances.communicator == i].tolist() for i in (0, 1)]
+
+    every = list(range(8))
+    batch = close(4, HEAD.epoch, told)
+    assert sent(batch) == [[3, 7], every]
+    assert (batch.stride, batch.strides.tolist()) == (4, [4, 1])
+    for batch in (close(4, HEAD.epoch, {}), close(4, HEAD.epoch - 1, told)):
+        assert sent(batch) == [[0, 4], [0, 4]]
+        assert batch.strides.tolist() == []
+    batch = close(1, HEAD.epoch, told)
+    assert sent(batch) == [every, every]
+    assert batch.strides.tolist() == []
+
+
 def test_an_idle_window_still_describes_who_is_there(tmp_path: Path) -> None:
     pipe = pipeline(tmp_path)
     pipe.feed(np.zeros(0, record().dtype), creation(), BASE_NS)
     (batch,) = decoded(pipe.close(BASE_NS + 1, 1, Context))
     assert batch.communicators.rank == (1,)
     assert batch.instances.seq.tolist() == []
+
+
+def test_what_is_in_flight_and_who_waits_for_its_gpu(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    pipe.feed(record(), creation(), BASE_NS)
+    call = in_flight(record(seq=3, enter_ns=BASE_NS), np.zeros(1, np.uint16), BASE_NS + 1)
+    (before,) = decoded(pipe.close(BASE_NS + 2, 1, lambda: Context(in_flight=call)))
+    assert before.pending.small[3].tolist() == [0]
+    stuck = np.zeros(1, plugin_memory.OPEN)
+    stuck["func"], stuck["started"], stuck["since_ns"] = Func.ALL_REDUCE, True, BASE_NS + 1
+    told, quiet = np.array([[6, 0]]), np.array([0])
+    device = on_device(stuck, np.zeros(1, np.uint16), quiet, told, BASE_NS)
+    context = Context(
+        processes={10: Reading()}, in_flight=joined(call, device), synchronising={10: 2.5}
+    )
+    (batch,) = decoded(pipe.close(BASE_NS + 3, 1, lambda: context))
+    assert batch.pending.words[1].tolist() == [3, 7]
+    assert batch.pending.small[3].tolist() == [0, 2]
+    assert batch.pending.entered_ns.tolist() == [BASE_NS, BASE_NS + 1]
+    (process,) = batch.head.processes
+    assert process["synchronising_seconds"] == 2.5
 
 
 def test_the_gpu_is_found_by_its_bus_id(tmp_path: Path) -> None:
@@ -138,6 +191,35 @@ def test_a_large_window_is_cut_and_nothing_is_lost(
     assert sum(int(batch.summaries.count.sum()) for batch in batches) == 25
     assert [len(batch.head.gpus) for batch in batches] == [1, 0, 0]
     assert sum(len(batch.traffic.peer) for batch in batches) == 4
+
+
+def test_a_batch_that_would_be_too_large_is_cut_finer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline(tmp_path)
+    rows = [record(seq=i, func=Func.ALL_TO_ALL) for i in range(2000)]
+    pipe.feed(records(*rows), creation(), BASE_NS)
+    limit = 30_000  # the rows alone are four times as much
+    monkeypatch.setattr(encoding, "MAX_BATCH_BYTES", limit)
+    monkeypatch.setattr(encoding, "MAX_INSTANCES", 2000)
+    batches = pipe.close(BASE_NS + 1, 1, lambda: Context(gpus=[Gpu()]))
+    assert max(len(data) for _, data in batches) <= limit
+    found = decoded(batches)
+    assert [b.sequence for b in found] == list(range(1, len(found) + 1))
+    assert [seq for b in found for seq in b.instances.seq.tolist()] == list(range(2000))
+    # The next window is numbered from there on.
+    pipe.feed(records(record(seq=2000, func=Func.ALL_TO_ALL)), NOTHING, BASE_NS + 1)
+    assert pipe.close(BASE_NS + 2, 1, Context)[0][0] == len(found) + 1
+
+
+def test_cutting_that_does_not_help_makes_no_more_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every part repeats is too large by itself."""
+    monkeypatch.setattr(encoding, "MAX_BATCH_BYTES", 10)
+    pipe = pipeline(tmp_path)
+    pipe.feed(records(record(func=Func.ALL_TO_ALL)), creation(), BASE_NS)
+    assert len(decoded(pipe.close(BASE_NS + 1, 1, Context))) == 1
 
 
 def test_hostile_arguments_do_not_cost_the_batch(tmp_path: Path) -> None:

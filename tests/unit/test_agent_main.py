@@ -67,6 +67,21 @@ def test_mistakes_are_explained(arguments: list[str], words: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_the_wrong_half_installed_is_explained() -> None:
+    code = (
+        "import sys; sys.modules['itanium_demangler'] = None\n"
+        "from lanterne.agent.main import run\n"
+        "sys.argv = ['lanterne-agent', 'doctor']; run()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, check=False, timeout=60
+    )
+    assert result.returncode == 1
+    assert "itanium_demangler is missing" in result.stderr
+    assert "pip install 'lanterne[agent]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_flags_work_before_and_after_the_command() -> None:
     for arguments in (["--node", "a", "run"], ["run", "--node", "a"]):
         parsed = cli.parser().parse_args(arguments)
@@ -152,7 +167,7 @@ def in_child(code: str) -> str:
 
 def test_log_lines_cannot_be_forged_by_values() -> None:
     text = in_child(
-        "import logging; from lanterne.agent import log; log.configure('info');"
+        "import logging; from lanterne.service import log; log.configure('info');"
         "logging.info('library', extra={'path': 'a\\nb error forged', 'kind': 'nccl'})"
     )
     assert text.count("\n") == 1

@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from lanterne.agent.keeper import Keeper
+from lanterne.agent.origins import Origin, Origins
 from lanterne.agent.outbox import Outbox
 from lanterne.agent.spool import Spool
 from lanterne.agent.stream import Stream
@@ -28,6 +29,7 @@ class Collector(rpc.TelemetryServicer):
         self.frames: list[pb.Frame] = []
         self.batches: list[bytes] = []
         self.stride = 1
+        self.origins: list[pb.Origins] = []  # told in as many answers from now on
         self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
         rpc.add_TelemetryServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -47,6 +49,7 @@ class Collector(rpc.TelemetryServicer):
             if status is None:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "script says so")
             yield pb.Ack(
+                origins=self.origins.pop(0) if self.origins else None,
                 status=status,  # type: ignore[arg-type]
                 reason="why",
                 frame_sent_ns=frame.sent_ns,
@@ -118,6 +121,28 @@ def test_heartbeats_carry_the_clock_and_bring_the_stride(
         assert sample.collector_sent_ns <= sample.agent_received_ns <= frame.sent_ns
 
 
+def test_origins_hold_until_others_are_told_or_another_collector_answers(
+    started: list[Collector | Stream],
+) -> None:
+    one = {"rows": 1, "comm_hash": bytes(8), "rank": bytes(4), "lane": b"\0", "whole": b"\0"}
+    first, second = Collector(), Collector()
+    started += [first, second]
+    first.origins = [pb.Origins(epoch=5, offset=b"\7" + bytes(7), **one)]  # type: ignore[arg-type]
+    stream = make_stream(started, first.port, second.port)
+    known = Origins(5, {(0, 0): Origin((7, 0))})
+    until(lambda: stream.origins == known)
+    answers = len(first.frames) + 3
+    until(lambda: len(first.frames) > answers)
+    assert stream.origins == known
+    first.origins = [pb.Origins(epoch=5)]
+    until(lambda: stream.origins == Origins(5))
+    first.origins = [pb.Origins(epoch=5, offset=b"\2" + bytes(7), **one)]  # type: ignore[arg-type]
+    until(lambda: stream.origins != Origins(5))
+    first.kill()
+    until(lambda: second.frames)
+    until(lambda: stream.origins == Origins())
+
+
 def test_what_was_not_acknowledged_is_sent_again_after_a_kill(
     started: list[Collector | Stream],
 ) -> None:
@@ -161,6 +186,53 @@ def test_a_refused_batch_is_dropped_counted_and_not_repeated(
     until(lambda: stream.queued[0] == 0)
     assert (stream.totals().refused, stream.totals().acknowledged) == (1, 1)
     assert collector.batches == [b"bad", b"good"]
+
+
+def test_a_batch_larger_than_a_message_may_be_is_dropped_and_named(
+    started: list[Collector | Stream], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The collector's side of gRPC takes 4 MiB (its default), the agent 8: the one that ends the
+    stream is dropped, whatever else was on its way arrives, once each."""
+    collector = Collector()
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    small = [b"%d" % n for n in range(6)]
+    for n, data in enumerate((*small[:3], b"L" * (5 << 20), b"M" * (9 << 20), *small[3:]), 1):
+        stream.offer(n, data)
+    until(lambda: stream.queued[0] == 0)
+    totals = stream.totals()
+    assert totals.dropped_too_large == 2
+    assert totals.lost() == {
+        "queue_full": 0, "refused": 0, "too_large": 2, "spool_full": 0, "spool_damaged": 0,
+    }  # fmt: skip
+    assert totals.acknowledged == 6
+    assert set(collector.batches) == set(small)
+    told = [r for r in caplog.records if "too large" in r.message]
+    assert sorted((r.sequence, r.limit) for r in told) == [(4, 4 << 20), (5, 8 << 20)]  # type: ignore[attr-defined]
+    assert all(r.bytes > r.limit for r in told)  # type: ignore[attr-defined]
+    # The stream goes on.
+    stream.offer(9, b"after")
+    until(lambda: stream.queued[0] == 0)
+    assert stream.totals().acknowledged == 7
+
+
+def test_a_spooled_batch_that_is_too_large_leaves_the_spool(
+    started: list[Collector | Stream], tmp_path: Path
+) -> None:
+    folder = tmp_path / "spool"
+    outbox = Outbox(max_batches=10, max_bytes=1 << 30)
+    keeper = Keeper(Spool(folder, 64 << 20), outbox, sync_seconds=0.1)
+    keeper.start()
+    outbox.put(1, b"L" * (5 << 20))
+    outbox.put(2, b"small")
+    until(lambda: keeper.state().batches == 2)
+    collector = Collector()
+    started.append(collector)
+    stream = make_stream(started, collector.port, outbox=outbox)
+    until(lambda: stream.queued[0] == 0)
+    until(lambda: keeper.state().batches == 0)
+    assert (stream.totals().dropped_too_large, stream.totals().acknowledged) == (1, 1)
+    keeper.close(10)
 
 
 def test_retry_means_the_same_batch_later(started: list[Collector | Stream]) -> None:

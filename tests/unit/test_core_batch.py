@@ -160,6 +160,9 @@ REFUSALS = [
     (_set("epoch", 0), "epoch", "epoch 0"),
     (_set("sequence", 0), "sequence", "sequence 0"),
     (_set("stride", 0), "stride", "stride 0"),
+    (_set("strides", bytes(4)), "column", "strides has 4 bytes for 2 communicators"),
+    (_column("strides", "<u4", 1, 0), "stride", "strides has values"),
+    (_column("strides", "<u4", 1, 1 << 17), "stride", "strides has values"),
     (_set("start_ns", 3000), "window", "does not go forward"),
     (_set("end_ns", 1 << 63), "window", "does not go forward"),
     (_set("end_ns", 1 << 61), "window", "limit"),
@@ -325,6 +328,7 @@ def random_batches(draw: Any) -> pb.Batch:
         sequence=draw(st.integers(0, 3)),
         end_ns=draw(st.integers(0, 2**63)),
         stride=draw(st.integers(0, 4)),
+        strides=draw(st.sampled_from([b"", *(np.full(n, 2, "<u4").tobytes() for n in (1, 2, 3))])),
         communicators=comms,
         instances=pb.Instances(rows=rows, **columns),
         summaries=pb.Summaries(

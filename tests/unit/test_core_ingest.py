@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,9 @@ from lanterne.collector.batch import DecodedBatch
 from lanterne.collector.checks import Limits
 from lanterne.collector.clock import ClockObservation
 from lanterne.collector.errors import ListenError
-from lanterne.collector.ingest import SERVICE, Ingest, IngestConfig, Item
+from lanterne.collector.frames import Item
+from lanterne.collector.ingest import SERVICE, Ingest
+from lanterne.collector.ingest_config import IngestConfig
 from lanterne.collector.seen import EPOCHS
 from lanterne.proto import telemetry_pb2 as pb
 
@@ -191,8 +194,13 @@ def test_oversized_message_ends_the_stream_only() -> None:
         agent = Agent(channel)
         ack = agent.send(frame(batch(1, boot="x" * 2000)))
         assert ack.reason.startswith("size: ")
+        # Larger than any agent's: refused by name as well, and the stream goes on.
+        ack = agent.send(frame(batch(1, boot="x" * (15 << 20))))
+        assert ack.status == pb.STATUS_REFUSED
+        assert re.match(r"size: .*157\d{5}.*1000", ack.reason)
+        assert collector.ingest.refused() == {"size": 2}
         with pytest.raises(grpc.RpcError) as error:
-            agent.send(frame(batch(1, boot="x" * (9 << 20))))
+            agent.send(frame(batch(1, boot="x" * (17 << 20))))
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         again = Agent(channel)
         assert again.send(frame(batch(1))).status == pb.STATUS_ACCEPTED

@@ -57,6 +57,7 @@ def full_batch() -> DecodedBatch:
     message.pending.rows = 1
     message.pending.communicator, message.pending.seq = bytes(4), np.array([9], "<u4").tobytes()
     message.pending.lane, message.pending.op, message.pending.evidence = b"\x00", b"\x04", b"\x02"
+    message.strides = np.arange(1, len(message.communicators) + 1, dtype="<u4").tobytes()
     message.pending.entered_ns = np.array([1], "<u8").tobytes()
     message.gpus.add(index=1, uuid="u", utilization_ratio=0.5, throttle_reasons=["thermal"])
     message.processes.add(pid=3, pid_start_ticks=4, cpu_seconds=1.5)
@@ -68,6 +69,7 @@ def full_batch() -> DecodedBatch:
 def same(a: DecodedBatch, b: DecodedBatch) -> None:
     assert a.head == b.head
     assert a.communicators == b.communicators
+    np.testing.assert_array_equal(a.strides, b.strides)
     for part in ("instances", "summaries", "traffic", "stages", "pending"):
         mine, other = getattr(a, part), getattr(b, part)
         for column in type(mine).__slots__:

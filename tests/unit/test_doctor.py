@@ -60,7 +60,7 @@ def process(pid: int, *keys: tuple[int, int]) -> ProcessInfo:
     [
         ("[none] integrity confidentiality\n", "ok"),
         ("none [integrity] confidentiality\n", "ok"),
-        ("none integrity [confidentiality]\n", "warn"),
+        ("none integrity [confidentiality]\n", "info"),
         (None, "ok"),
     ],
 )

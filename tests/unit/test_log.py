@@ -14,17 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lanterne.agent import log as logs
+from lanterne.service import log as logs
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = 'x"\n2026-01-01T00:00:00.000Z error forged=1\r\x1b[2J\u2028\u2029\u202e\x85\x0b\udc80\\n'
 BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-
-
-def test_both_programs_write_alike() -> None:
-    """Neither may import the other."""
-    agent, collector = (ROOT / side / "log.py" for side in ("agent", "collector"))
-    assert agent.read_text() == collector.read_text()
 
 
 class Clock:
@@ -244,7 +238,7 @@ def test_no_frame_is_kept_alive(log: logging.Logger) -> None:
 
 def test_counts_are_told_without_another_line() -> None:
     code = (
-        "import logging, os, time; from lanterne.agent import log\n"
+        "import logging, os, time; from lanterne.service import log\n"
         "log.FOLD_SECONDS = 0.2; log.configure('info')\n"
         "for _ in range(3): logging.info('again')\n"
         "time.sleep(20)\n"
@@ -259,10 +253,9 @@ def test_counts_are_told_without_another_line() -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize("side", ["agent", "collector"])
-def test_counts_are_told_at_the_end_of_the_program(side: str) -> None:
+def test_counts_are_told_at_the_end_of_the_program() -> None:
     code = (
-        f"import logging; from lanterne.{side} import log; log.configure('info', 'json')\n"
+        "import logging; from lanterne.service import log; log.configure('info', 'json')\n"
         "for _ in range(5): logging.info('again')\n"
         "log.configure('warning', 'text'); logging.info('not heard'); logging.warning('again')\n"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -13,22 +12,14 @@ import pytest
 
 from lanterne.agent import config as agent_config
 from lanterne.agent import main as agent_main
-from lanterne.agent import reload as agent_reload
 from lanterne.agent.errors import ConfigError as AgentConfigError
 from lanterne.collector import config as collector_config
-from lanterne.collector import reload as collector_reload
 from lanterne.collector import startup as collector_startup
 from lanterne.collector.errors import ConfigError as CollectorConfigError
+from lanterne.service.reload import Reloader
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATE = ROOT / "docs" / "operate.md"
-BOTH = pytest.mark.parametrize("reload", [agent_reload, collector_reload])
-
-
-def test_both_programs_reload_alike() -> None:
-    """Neither may import the other."""
-    agent, collector = (ROOT / side / "reload.py" for side in ("agent", "collector"))
-    assert agent.read_text() == collector.read_text()
 
 
 class Log(msgspec.Struct, frozen=True):
@@ -50,10 +41,10 @@ class Refused(Exception):  # noqa: N818
 
 
 class Subject:
-    def __init__(self, reload: ModuleType) -> None:
+    def __init__(self) -> None:
         self.answer: Config | Exception = Config()
         self.applied: list[Config] = []
-        self.reloader: Any = reload.Reloader(
+        self.reloader: Any = Reloader(
             Config(),
             load=self.load,
             apply=self.applied.append,
@@ -67,12 +58,9 @@ class Subject:
         return self.answer
 
 
-@BOTH
-def test_live_keys_take_effect_and_the_others_wait(
-    reload: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_live_keys_take_effect_and_the_others_wait(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    subject = Subject(reload)
+    subject = Subject()
     subject.answer = Config(Log("debug"), Window(2.0, other=5))
     subject.reloader.reload()
     assert subject.applied == [Config(Log("debug"), Window(2.0, other=1))]
@@ -89,11 +77,10 @@ def test_live_keys_take_effect_and_the_others_wait(
     ]
 
 
-@BOTH
 def test_a_bad_file_changes_nothing_until_a_good_one_comes(
-    reload: ModuleType, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    subject = Subject(reload)
+    subject = Subject()
     begun = subject.reloader.state
     assert begun.success
     subject.answer = Refused("line 3: no")
@@ -109,9 +96,8 @@ def test_a_bad_file_changes_nothing_until_a_good_one_comes(
     assert subject.reloader.state.succeeded_at >= begun.succeeded_at
 
 
-@BOTH
-def test_a_defect_is_not_taken_for_a_bad_file(reload: ModuleType) -> None:
-    subject = Subject(reload)
+def test_a_defect_is_not_taken_for_a_bad_file() -> None:
+    subject = Subject()
     subject.answer = KeyError("defect")
     with pytest.raises(KeyError):
         subject.reloader.reload()

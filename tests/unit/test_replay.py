@@ -348,6 +348,35 @@ def test_diagnose_names_the_rank_and_what_to_try(slow: Path, tmp_path: Path) -> 
     assert "not known: no agent reports GPU memory" in done.stdout
 
 
+def test_diagnose_looks_at_a_job_that_ended_before_the_recording(tmp_path: Path) -> None:
+    """Silence at the end of a recording is not what somebody wants diagnosed."""
+    silent = [
+        pb.Batch(schema=1, node="fed0", epoch=7, sequence=25 + n, stride=1,
+                 start_ns=T0 + (24 + n) * NS, end_ns=T0 + (25 + n) * NS).SerializeToString()
+        for n in range(15)
+    ]  # fmt: skip
+    path = record(tmp_path / "ended.ltr", [*(window(n) for n in range(24)), *silent])
+    done = command("diagnose", str(path))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "the others wait for rank 5" in done.stdout
+    assert "no longer" not in done.stdout
+
+
+def test_the_plan_of_a_recording_in_which_only_an_engine_speaks(tmp_path: Path) -> None:
+    batches = []
+    for n in range(300):
+        message = pb.Batch(schema=1, node="fed0", epoch=7, sequence=n + 1, stride=1,
+                           start_ns=T0 + n * NS, end_ns=T0 + (n + 1) * NS)  # fmt: skip
+        batches.append(with_experts(message.SerializeToString(), 0))
+    path = record(tmp_path / "experts.ltr", batches)
+    done = command("plan", str(path), "--format", "sglang")
+    assert done.returncode == 0, done.stderr
+    (first, second) = json.loads(done.stdout)["physical_to_logical_map"]
+    for slots in (first, second):
+        assert set(slots) == set(range(8)), "every expert is somewhere"
+        assert slots.count(3) > 1, "the hottest is there twice"
+
+
 def test_diagnose_says_where_it_cannot_look(tmp_path: Path) -> None:
     done = command("diagnose", "127.0.0.1:1")
     assert done.returncode == 1

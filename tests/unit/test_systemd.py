@@ -10,17 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
-from lanterne.agent import systemd as agent_systemd
-from lanterne.collector import systemd as collector_systemd
 from lanterne.collector.config import CollectorConfig
 from lanterne.collector.main import Collector
+from lanterne.service import systemd
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = pytest.mark.parametrize("systemd", [agent_systemd, collector_systemd])
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -46,12 +44,7 @@ def nothing_more(end: socket.socket) -> bool:
     return False
 
 
-def test_both_programs_speak_alike() -> None:
-    assert (ROOT / "agent/systemd.py").read_text() == (ROOT / "collector/systemd.py").read_text()
-
-
-@MODULES
-def test_the_life_of_a_service(systemd: ModuleType, manager: tuple[str, socket.socket]) -> None:
+def test_the_life_of_a_service(manager: tuple[str, socket.socket]) -> None:
     address, end = manager
     env = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}
     notifier = systemd.Notifier(env)
@@ -74,10 +67,7 @@ def test_the_life_of_a_service(systemd: ModuleType, manager: tuple[str, socket.s
     assert nothing_more(end)
 
 
-@MODULES
-def test_a_watchdog_of_another_process_is_not_fed(
-    systemd: ModuleType, manager: tuple[str, socket.socket]
-) -> None:
+def test_a_watchdog_of_another_process_is_not_fed(manager: tuple[str, socket.socket]) -> None:
     address, end = manager
     for pid, usec in (("1", "1000000"), ("", ""), (str(os.getpid()), "often")):
         notifier = systemd.Notifier(
@@ -87,10 +77,7 @@ def test_a_watchdog_of_another_process_is_not_fed(
     assert nothing_more(end)
 
 
-@MODULES
-def test_a_stall_is_told_without_a_manager_too(
-    systemd: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stall_is_told_without_a_manager_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(systemd, "time", SimpleNamespace(monotonic=lambda: now[0]))
     notifier = systemd.Notifier({})
@@ -102,8 +89,7 @@ def test_a_stall_is_told_without_a_manager_too(
     assert notifier.stalled() == ""
 
 
-@MODULES
-def test_without_a_manager_nothing_happens(systemd: ModuleType, tmp_path: Path) -> None:
+def test_without_a_manager_nothing_happens(tmp_path: Path) -> None:
     for env in ({}, {"NOTIFY_SOCKET": str(tmp_path / "gone")}, {"NOTIFY_SOCKET": "vsock:2:1"}):
         notifier = systemd.Notifier({**env, "WATCHDOG_USEC": "1"})
         notifier.ready("x")
@@ -131,7 +117,7 @@ def test_the_collectors_watchdog_is_fed_by_the_analysis(
 
 JOURNAL = """
 import logging, os, sys
-from lanterne.{side} import systemd
+from lanterne.service import systemd
 status = os.fstat(2)
 stream = f"{{status.st_dev}}:{{status.st_ino + {off}}}"
 logging.basicConfig(format="%(levelname)s %(message)s", level="DEBUG")
@@ -142,10 +128,9 @@ log.debug("a"), log.info("b"), log.warning("c"), log.error("d\\nsecond"), log.cr
 """
 
 
-@pytest.mark.parametrize("side", ["agent", "collector"])
-def test_lines_for_the_journal_carry_their_priority(side: str) -> None:
+def test_lines_for_the_journal_carry_their_priority() -> None:
     def shown(off: int) -> list[str]:
-        program = JOURNAL.format(side=side, off=off)
+        program = JOURNAL.format(off=off)
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
         )
@@ -156,9 +141,6 @@ def test_lines_for_the_journal_carry_their_priority(side: str) -> None:
     assert shown(1) == ["DEBUG a", "INFO b", "WARNING c", "ERROR d", "second", "CRITICAL e"]
 
 
-@MODULES
-def test_a_closed_stderr_is_no_journal(
-    systemd: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_stderr_is_no_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     systemd.mark_priorities(logging.Logger("none"), {"JOURNAL_STREAM": "1:2"})

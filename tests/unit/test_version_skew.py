@@ -180,6 +180,8 @@ def test_evidence_of_an_unknown_kind_is_no_evidence() -> None:
 def test_a_communicator_of_an_unknown_library_goes_with_its_rows() -> None:
     batch = busy()
     batch.communicators[1].library = 40  # type: ignore[assignment]
+    count = len(batch.communicators)
+    batch.strides = np.arange(1, count + 1, dtype="<u4").tobytes()
     index = np.frombuffer(batch.instances.communicator, "<u4")
     hashes = [c.comm_hash for c in batch.communicators]
     ranks = [c.rank for c in batch.communicators]
@@ -188,6 +190,7 @@ def test_a_communicator_of_an_unknown_library_goes_with_its_rows() -> None:
     assert left_out["unknown_communicators"] == 1
     assert left_out["unknown_rows"] >= int((index == 1).sum())
     assert found.communicators.rank == tuple(ranks[:1] + ranks[2:])
+    assert found.strides.tolist() == [1, *range(3, count + 1)]
     # Every row still says of whom it is.
     want = [(hashes[i], ranks[i]) for i in index[index != 1].tolist()]
     have = found.instances.communicator.tolist()

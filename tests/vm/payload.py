@@ -12,17 +12,20 @@ from pathlib import Path
 from tests.vm.image import BUILD, ROOT, command
 
 FILES = ("pyproject.toml", "README.md", "LICENSE")
-PACKAGES = ("agent", "probes", "proto", "collector")
+PACKAGES = ("agent", "probes", "proto", "service", "collector")
 # Where the guest's pytest looks; the rig and the small libraries are compiled there.
-TESTS = ("conftest.py", "stack.py", "kernel", "contract", "unit", "rig", "plugin", "vm")
+TESTS = (
+    "conftest.py", "stack.py", "kernel", "contract", "unit", "rig", "plugin", "parcagpu", "vm",
+)  # fmt: skip
 # What tests build in the guest beside those: the profiler plugin.
 SOURCES = ("probes/nccl_profiler",)
 
 
-def pack(target: Path, selection: Sequence[str], *, doctor: bool = True) -> None:
+def pack(target: Path, selection: Sequence[str], *, conditions: str | None = "") -> None:
     """An archive with site/ (the installed packages), tests/ and pyproject.toml.
 
-    ``selection``: pytest's arguments. ``doctor``: try doctor under the conditions, too.
+    ``selection``: pytest's arguments. ``conditions``: doctor is tried under those whose names have
+    this in them; None: under none.
 
     The packages are built from a copy: other targets build in the tree itself.
     """
@@ -50,7 +53,8 @@ def pack(target: Path, selection: Sequence[str], *, doctor: bool = True) -> None
             for name in SOURCES:
                 archive.add(ROOT / name, name, filter=_no_caches)
             archive.add(chosen, "tests/vm/selection")
-            if doctor:
+            if conditions is not None:
+                chosen.write_text(conditions)
                 archive.add(chosen, "tests/vm/with-doctor")
 
 

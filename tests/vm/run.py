@@ -25,7 +25,6 @@ from tests.vm import image, payload
 from tests.vm.image import BUILD, VmError
 from tests.vm.machines import Machine, chosen
 
-# Emulated code runs some twenty times slower, so a test may take that much longer.
 SELECTION = (
     "tests/kernel",
     "tests/contract/test_record_layout.py",
@@ -34,8 +33,6 @@ SELECTION = (
     "not nccl and not torch",
     "--ignore=tests/kernel/test_real_nccl.py",
     "--continue-on-collection-errors",
-    "-o",
-    "timeout=1200",
 )
 RESULT_BYTES = 64 << 20
 
@@ -63,7 +60,12 @@ class Outcome:
 
 
 def boot(
-    machine: Machine, root: Path, kernel: Path, disks: tuple[Path, Path], limit: float
+    machine: Machine,
+    root: Path,
+    kernel: Path,
+    disks: tuple[Path, Path],
+    limit: float,
+    append: str = "",
 ) -> None:
     """Runs the guest until it powers off; ``disks``: payload, results. Raises VmError."""
     arch = machine.architecture
@@ -76,7 +78,7 @@ def boot(
         "-smp", "2", "-m", "3072", "-nodefaults", "-nographic", "-no-reboot",
         "-serial", "stdio", *drives,
         "-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd"),
-        "-append", f"console={arch.console} panic=-1 mitigations=off quiet",
+        "-append", f"console={arch.console} panic=-1 mitigations=off quiet {append}".rstrip(),
     ]  # fmt: skip
     deadline = time.monotonic() + limit
     with log.open("wb") as out:
@@ -141,18 +143,25 @@ def collect(outcome: Outcome, disk: Path, folder: Path) -> None:
         raise VmError(f"pytest ended with {facts['pytest']}")
 
 
-def run(machine: Machine, selection: tuple[str, ...], limit: float, *, doctor: bool) -> Outcome:
+def run(
+    machine: Machine,
+    selection: tuple[str, ...],
+    limit: float,
+    *,
+    conditions: str | None,
+    append: str = "",
+) -> Outcome:
     outcome = Outcome(machine.name)
     began = time.monotonic()
     archive, results = BUILD / f"{machine.name}.payload", BUILD / f"{machine.name}.results"
     try:
         root, kernel = image.root_image(machine.architecture), image.kernel(machine)
-        payload.pack(archive, selection, doctor=doctor)
+        payload.pack(archive, selection, conditions=conditions)
         with results.open("wb") as disk:
             disk.truncate(RESULT_BYTES)
         release = (kernel / "release").read_text().strip()
         print(f"vm: {machine.name}: booting Linux {release}", flush=True)
-        boot(machine, root, kernel, (archive, results), limit)
+        boot(machine, root, kernel, (archive, results), limit, append)
         collect(outcome, results, BUILD / "results" / machine.name)
     except (VmError, OSError, KeyError, ValueError) as error:
         outcome.error = str(error)
@@ -191,6 +200,8 @@ def main() -> int:
     parser.add_argument("--arch", default="", help="x86_64, arm64, or a machine's name")
     parser.add_argument("--limit", type=float, default=5400, help="seconds for one machine")
     parser.add_argument("--no-doctor", action="store_true", help="only the tests")
+    parser.add_argument("--conditions", default="", help="only those with this in their names")
+    parser.add_argument("--append", default="", help="words for the kernel's command line")
     parser.add_argument("--build-only", action="store_true", help="make the images and stop")
     parser.add_argument("pytest", nargs="*", help="instead of the usual selection (after --)")
     arguments = parser.parse_args()
@@ -207,8 +218,11 @@ def main() -> int:
             image.kernel(machine)
         return 0
     selection = tuple(arguments.pytest) or SELECTION
-    doctor = not arguments.no_doctor
-    outcomes = [run(one, selection, arguments.limit, doctor=doctor) for one in machines]
+    conditions = None if arguments.no_doctor else arguments.conditions
+    outcomes = [
+        run(one, selection, arguments.limit, conditions=conditions, append=arguments.append)
+        for one in machines
+    ]
     show(outcomes)
     text = json.dumps([asdict(one) for one in outcomes], indent=2)
     (BUILD / "summary.json").write_text(text + "\n")

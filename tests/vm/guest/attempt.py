@@ -15,6 +15,8 @@ from lanterne.agent.ring import Ring
 from lanterne.probes.layout import COMM_EVENT, RECORD
 from tests.kernel.stub import Caller
 
+import patience  # isort: skip
+
 
 def attempt(library: Path) -> str:
     """Two calls: one with arguments on the stack, one with a structure read from memory."""
@@ -42,6 +44,7 @@ def attempt(library: Path) -> str:
 
 
 if __name__ == "__main__":
+    patience.loader()
     try:
         print(attempt(Path(sys.argv[1])))
     except (AgentError, OSError, ValueError) as error:

@@ -1,7 +1,8 @@
 """`lanterne-agent doctor` where something is missing: it must be right about whether it works.
 
 A condition is a row: how to bring it about, and what doctor must then say. What is true is found
-by trying (attempt.py). Lockdown cannot be taken back, so it stands at the end.
+by trying (attempt.py). Lockdown cannot be taken back, so it stands at the end; a guest that was
+booted with lockdown=confidentiality meets all conditions under it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 600
+TIMEOUT_S = 3600
 AGENT = frozenset((2, 19, 38, 39))  # CAP_DAC_READ_SEARCH, SYS_PTRACE, PERFMON, BPF
 SYS_RESOURCE = 24
 NOBODY = 65534
+LOCKDOWN = "/sys/kernel/security/lockdown"
 
 
 def nothing() -> None:
@@ -104,27 +106,34 @@ CONDITIONS = (
         "lockdown=integrity",
         True,
         ("lockdown: ok: integrity",),
-        before=shell("echo integrity >/sys/kernel/security/lockdown"),
+        before=shell(f"echo integrity >{LOCKDOWN}"),
     ),
     Condition(
         "lockdown=confidentiality",
         None,
         ("confidentiality",),
-        before=shell("echo confidentiality >/sys/kernel/security/lockdown"),
+        before=shell(
+            f"grep -q '\\[confidentiality\\]' {LOCKDOWN} || echo confidentiality >{LOCKDOWN}"
+        ),
     ),
 )
 
 
 def check_all(
-    doctor: Sequence[str], results: Path, say: Callable[[str], None]
+    doctor: Sequence[str], results: Path, say: Callable[[str], None], named: str
 ) -> list[dict[str, Any]]:
+    """``named``: only conditions whose names have this in them."""
     from tests.kernel.stub import compile_stub
 
     folder = Path("/tmp/attempt")
     library = compile_stub(folder, "nccl", enqueue=False)
     attempt = [sys.executable, str(Path(__file__).with_name("attempt.py")), str(library)]
     found = []
-    for number, condition in enumerate(CONDITIONS):
+    lockdown = Path(LOCKDOWN)
+    strictest = lockdown.exists() and "[confidentiality]" in lockdown.read_text()
+    chosen = [one for one in CONDITIONS if named in one.name]
+    chosen = [one for one in chosen if not (strictest and "integrity" in one.name)]
+    for number, condition in enumerate(chosen):
         row = check(condition, doctor, attempt, results / f"doctor-{number}.txt")
         verdict = "as it should be" if row["passed"] else f"WRONG: {row['why']}"
         say(f"{condition.name}: {verdict} ({row['seconds']} s)")

@@ -14,7 +14,12 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-DOCTOR = [sys.executable, "-c", "from lanterne.agent.main import run; run()", "doctor", "--json"]
+DOCTOR = [
+    sys.executable, "-c",
+    f"import sys; sys.path.insert(0, {str(HERE)!r}); import patience; patience.loader();"
+    "from lanterne.agent.main import run; run()",
+    "doctor", "--json",
+]  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -26,9 +31,13 @@ def pytest(results: Path) -> int:
     selection = (HERE.parent / "selection").read_text().splitlines()
     command = [
         sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider",
-        "-o", "junit_logging=system-out", f"--junitxml={results}/junit.xml", *selection,
+        "-p", "patience", "-o", "junit_logging=system-out", f"--junitxml={results}/junit.xml",
+        *selection,
     ]  # fmt: skip
-    environment = os.environ | {"LANTERNE_REQUIRE_KERNEL": "1", "PYTHONUNBUFFERED": "1"}
+    path = f"{HERE}:{os.environ['PYTHONPATH']}"
+    environment = os.environ | {
+        "LANTERNE_REQUIRE_KERNEL": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path,
+    }  # fmt: skip
     return subprocess.run(command, env=environment, check=False).returncode
 
 
@@ -46,11 +55,12 @@ def main() -> int:
     facts["pytest"] = pytest(results)
     facts["pytest_seconds"] = round(time.monotonic() - began)
     (results / "guest.json").write_text(json.dumps(facts, indent=2))
-    if (HERE.parent / "with-doctor").exists():
+    named = HERE.parent / "with-doctor"
+    if named.exists():
         sys.path.insert(0, str(HERE))
         import conditions
 
-        found = conditions.check_all(DOCTOR, results, say)
+        found = conditions.check_all(DOCTOR, results, say, named.read_text())
         (results / "conditions.json").write_text(json.dumps(found, indent=2))
     return 0
 
