@@ -115,7 +115,11 @@ def weigh(
     load = moe.checked(load)
     load = load[load.sum(axis=(1, 2)) > 0]
     if len(load) <= MIN_TRIALS:
-        return Verdict(NOTHING, (NOTHING,), f"only {len(load)} windows with load so far")
+        return Verdict(
+            NOTHING,
+            (NOTHING,),
+            f"only {len(load)} of more than {MIN_TRIALS} windows with load so far",
+        )
     options = [
         _try(name, make, load, current)
         for name, make in _makers(current, groups, nodes, spare_slots).items()

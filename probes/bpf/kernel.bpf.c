@@ -24,16 +24,17 @@ static inline struct lanterne_told *told_of(u32 tgid)
 	return told.lookup(&tgid);
 }
 
-/* One operand of a note. What cannot be read is 0. */
-static inline u64 operand(struct pt_regs *ctx, const struct lanterne_source *s)
+/* The general registers and the stack pointer: the first 21 words on x86-64, 32 on aarch64. */
+#define REGISTERS (sizeof(struct pt_regs) / 8 < 32 ? sizeof(struct pt_regs) / 8 : 32)
+
+/* One operand of a note; `words` are the registers. What cannot be read is 0. */
+static inline u64 operand(const u64 *words, const struct lanterne_source *s)
 {
-	u64 v = 0, base = 0;
+	u64 v, base = 0;
 
 	if (s->kind == LANTERNE_S_CONSTANT)
 		return (u64)(s64)s->first;
-	/* Not by a pointer into ctx: the verifier wants constant offsets there. */
-	if (bpf_probe_read_kernel(&v, 8, (void *)ctx + 8 * (u64)s->reg))
-		return 0;
+	v = words[s->reg & 31];
 	if (s->kind == LANTERNE_S_WORD_MEMORY) {
 		base = v + (s64)s->first;
 		v = 0;
@@ -87,11 +88,11 @@ int kernel_executed(struct pt_regs *ctx)
 	struct lanterne_told *t = told_of(tgid);
 	union {
 		struct kernel_name name;
-		u64 words[LANTERNE_NAME_BYTES / 8];
+		u64 words[LANTERNE_NAME_BYTES / 8]; /* the registers, then the name's */
 	} u = {};
 	struct lanterne_kernel *k;
-	u64 key = 0, at;
-	u32 seq;
+	u64 key = 0, at, start, end, node;
+	u32 correlation, device, stream, graph, seq;
 
 	if (!row)
 		return 0;
@@ -99,7 +100,19 @@ int kernel_executed(struct pt_regs *ctx)
 		count(LANTERNE_N_LOST_KERNEL_NAMES);
 		return 0;
 	}
-	at = operand(ctx, &row->source[7]);
+	/* Copied: into ctx the verifier wants constant offsets, and the helper that reads the kernel's
+	 * memory is refused where the kernel is locked down to confidentiality. */
+	for (u32 i = 0; i < REGISTERS; i++)
+		u.words[i] = ((const u64 *)ctx)[i];
+	start = operand(u.words, &row->source[0]);
+	end = operand(u.words, &row->source[1]);
+	correlation = (u32)operand(u.words, &row->source[2]);
+	device = (u32)operand(u.words, &row->source[3]);
+	stream = (u32)operand(u.words, &row->source[4]);
+	graph = (u32)operand(u.words, &row->source[5]);
+	node = operand(u.words, &row->source[6]);
+	at = operand(u.words, &row->source[7]);
+	__builtin_memset(&u, 0, sizeof(u));
 	if (at && bpf_probe_read_user_str(u.name.text, sizeof(u.name.text), (void *)at) > 1) {
 		/* Beyond the NUL it is zeros. */
 		for (u32 i = 0; i < LANTERNE_NAME_BYTES / 8; i++) {
@@ -118,13 +131,13 @@ int kernel_executed(struct pt_regs *ctx)
 		return 0;
 	}
 	k->told_ns = bpf_ktime_get_ns();
-	k->start_ns = operand(ctx, &row->source[0]);
-	k->end_ns = operand(ctx, &row->source[1]);
-	k->correlation = (u32)operand(ctx, &row->source[2]);
-	k->device = (u32)operand(ctx, &row->source[3]);
-	k->stream = (u32)operand(ctx, &row->source[4]);
-	k->graph = (u32)operand(ctx, &row->source[5]);
-	k->node = operand(ctx, &row->source[6]);
+	k->start_ns = start;
+	k->end_ns = end;
+	k->correlation = correlation;
+	k->device = device;
+	k->stream = stream;
+	k->graph = graph;
+	k->node = node;
 	k->name = key;
 	k->tgid = tgid;
 	k->seq = seq;

@@ -4,6 +4,8 @@ past its TLS and its passwords."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +26,21 @@ from tests.fixtures.authority import Authority, write
 from tests.fixtures.snapshots import snapshot
 
 PASSWORD = "correct horse"
+
+
+def test_the_wrong_half_installed_is_explained() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = sys.modules['cheroot'] = None\n"
+        "from lanterne.collector.console import run\n"
+        "sys.argv = ['lanterne-collector', 'run']; run()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, check=False, timeout=60
+    )
+    assert result.returncode == 1
+    assert "cheroot is missing" in result.stderr
+    assert "pip install 'lanterne[collector]'" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_word_that_is_no_command_is_refused_with_those_there_are(
