@@ -76,8 +76,9 @@ class NodeClock:
         then, before, rtt_before = self._samples[-1]
         if now < then:
             return True
-        # Each true offset is within half a round trip: further apart than both is no drift.
-        possible = (rtt + rtt_before) / 2 + DRIFT_LIMIT * (now - then) + 1
+        # Each true offset is within half a round trip: further apart than both is no drift. What
+        # an exchange tells may be as old as its beginning.
+        possible = (rtt + rtt_before) / 2 + DRIFT_LIMIT * (now - then + rtt_before) + 1
         return abs(offset - before) > possible
 
     def estimate(self, at_ns: int) -> Estimate | None:
