@@ -83,8 +83,15 @@ def plugin(paths: RigPaths, stack: Stack) -> Iterator[Path]:
     ("mode", "fault", "timed", "late", "others"),
     [
         ("eager", "hang:1:400", False, "not_arrived_host_running", "arrived"),
-        ("eager", STUCK, False, "not_arrived_host_synchronising", "arrived"),
-        ("run-ahead", "hang:1:400", True, "not_arrived_host_running", "arrived_device_started"),
+        pytest.param(
+            *("eager", STUCK, False, "not_arrived_host_synchronising", "arrived"),
+            marks=pytest.mark.faults,
+        ),
+        pytest.param(
+            *("run-ahead", "hang:1:400", True, "not_arrived_host_running"),
+            "arrived_device_started",
+            marks=pytest.mark.faults,
+        ),
         ("run-ahead", STUCK, True, "arrived_device_not_started", "arrived_device_started"),
         ("graph", "hang:1:400", True, "not_arrived_host_running", "arrived_device_started"),
     ],
