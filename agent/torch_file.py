@@ -149,7 +149,11 @@ class Machine:
                 self._step(op.name, argument)
         except TorchFileError:
             raise
-        except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        # Python only warns of an escape that it does not know, where warnings are no errors.
+        except (
+            *(ValueError, IndexError, KeyError, TypeError, AttributeError),
+            DeprecationWarning,
+        ) as error:
             raise TorchFileError(f"its pickle is damaged: {error}") from None
         raise TorchFileError("its pickle has no end")
 

@@ -100,6 +100,11 @@ def in_file(state: Path, node: str) -> list[list[int]]:
     return entry.epochs[1].ranges if entry else []
 
 
+def batches(stack: Stack, status: str) -> float:
+    """By the page, which the ingest process feeds now and then."""
+    return stack.collector_metrics().total("lanterne_collector_batches_total", status=status)
+
+
 def errors(stack: Stack, reason: str) -> float:
     metrics = stack.collector_metrics()
     return metrics.total("lanterne_collector_state_errors_total", reason=reason)
@@ -137,11 +142,10 @@ def test_a_stalled_disk_holds_up_acknowledgements_and_nothing_else(
         assert fetch(f"{stack.collector_url}{page}", timeout=30)
     wait_for(lambda: errors(stack, "journal_stalled") == 1, 30, "the stall is counted")
     wait_for(lambda: errors(stack, "stalled") == 1, 30, "that of the load history, too")
-    metrics = stack.collector_metrics()
-    windows = metrics.get("lanterne_collector_last_window_timestamp_seconds")
+    wait_for(lambda: batches(stack, "unkept") >= len(late), 30, "they are counted")
+    windows = stack.collector_metrics().get("lanterne_collector_last_window_timestamp_seconds")
     assert {labels["node"] for labels, _ in windows} >= {"a", "b"}
-    assert metrics.total("lanterne_collector_batches_total", status="accepted") == 31
-    assert metrics.total("lanterne_collector_batches_total", status="unkept") >= len(late)
+    assert batches(stack, "accepted") == 31
 
     slow.set()
     wait_for(lambda: second.send(1).status == pb.STATUS_DUPLICATE, 60, "b's batch acknowledged")
@@ -150,13 +154,7 @@ def test_a_stalled_disk_holds_up_acknowledgements_and_nothing_else(
         assert in_file(tmp_path / "state", "a")[0][1] >= n
     assert first.send(31).status == pb.STATUS_ACCEPTED
     assert in_file(tmp_path / "state", "a") == [[1, 31]]
-    wait_for(
-        lambda: stack.collector_metrics().total(
-            "lanterne_collector_batches_total", status="accepted"
-        ) == 32,
-        30,
-        "each taken once",
-    )  # fmt: skip
+    wait_for(lambda: batches(stack, "accepted") == 32, 30, "each taken once")
     log = stack.logs(1 << 20)
     assert len(re.findall(r"state/acknowledged: the disk does not answer", log)) == 1
     assert len(re.findall(r"state/acknowledged: the disk answers again", log)) == 1

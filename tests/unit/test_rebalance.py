@@ -136,7 +136,7 @@ def test_too_little_seen() -> None:
     current = placement.in_order(1, 4, 2)
     verdict = rebalance.weigh(np.zeros((9, 1, 4)), current)
     assert verdict.best is rebalance.NOTHING
-    assert "only 0 windows" in verdict.reason
+    assert "only 0 of more than" in verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             read(path)
 
 
+def test_an_escape_that_python_only_warns_of_is_damage() -> None:
+    with pytest.raises(TorchFileError, match="invalid escape"):
+        Machine(lambda *_: np.zeros(1)).run(b"S'\\K'\n.")
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_dumps_are_read_or_refused(data: st.DataObject) -> None:
