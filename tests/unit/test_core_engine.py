@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from lanterne.collector.analyse import window as panes
+from lanterne.collector.analyse.account import Accounts
 from lanterne.collector.analyse.engine import Engine
 from lanterne.collector.analyse.settings import EngineConfig
 from lanterne.collector.clock import ClockObservation
@@ -754,3 +757,44 @@ def test_rank_claimed_by_two_processes_is_a_conflict() -> None:
     batch.sequence = 2
     engine.apply(decode(batch.SerializeToString(), received_ns=T0 + MS))
     assert engine.snapshot(0.0).ingest["dropped_rank_conflict"] == 2
+
+
+def test_a_window_of_ranks_that_come_back_is_no_evidence() -> None:
+    """Half of the ranks are silent for 40 s; then all that they did meanwhile comes at once."""
+    own = noisy(np.random.default_rng(5), 1600, 4, mean_ms=45)
+    job = simulate(own, evidence=3, nodes=2, transfer=3 * MS)
+    start = int(job.arrival.min())
+    engine = Engine(SMALL, boot_id=BOOT)
+    known: dict[int, bool] = {}
+    held: list[pb.Batch] = []
+    sequence = 0
+    for batch in job.batches():
+        second = (batch.end_ns - start) // (1000 * MS)
+        held.append(batch)
+        if batch.node == "node-0" and 17 < second <= 52:
+            continue
+        ready = [b for b in held if b is batch or second > 52]
+        held = [b for b in held if b not in ready]
+        for each in ready:
+            sequence += 1
+            each.sequence, each.boot_id = sequence, BOOT
+            data = each.SerializeToString()
+            engine.apply(decode(data, received_ns=batch.end_ns + 50 * MS))
+        if batch.node == "node-1":
+            ranks = engine.snapshot(batch.end_ns / 1e9).ranks
+            known[second] = not np.isnan(ranks.straggler_ratio).any()
+    assert known[17]
+    assert not any(known[s] for s in range(28, 60))  # nor in the window that the backlog falls in
+    assert all(known[s] for s in range(62, 75))
+
+
+@pytest.mark.parametrize(("outcome", "kept"), [(panes.MISSING, True), (panes.SCORED, False)])
+def test_rows_without_own_times_thin_out_no_others(outcome: int, kept: bool) -> None:
+    """After a backlog of rows that lacked ranks, the own times of all that follow are kept."""
+    window = panes.Window(slots=1, members=2, own_cells=1024)
+    window.closed.rows[0] = window.closed.outcome[0, outcome] = 4000
+    rows = np.arange(90)
+    judged = SimpleNamespace(ranks=2, slot=np.zeros(90, np.int64), rows=rows)
+    accounts = Accounts.__new__(Accounts)
+    accounts._window, accounts._tables = window, SimpleNamespace(tag=rows)  # type: ignore[assignment]
+    assert accounts._sampled(judged, rows).all() == kept  # type: ignore[arg-type]
