@@ -107,11 +107,6 @@ class Windows:
         if len(waits):
             self._waits.append(waits)
 
-    @property
-    def captured_slots(self) -> Bool:
-        """Per slot: some of its operations went into CUDA graphs."""
-        return self._captured
-
     def forget(self, slots: U16) -> None:
         """Before slots are used for other communicators."""
         self._roles.forget(slots)

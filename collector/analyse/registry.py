@@ -306,7 +306,3 @@ class Registry:
             if node.head.received_ns - int(self.process_seen[process]) <= ended_ns:
                 return False
         return len(processes) > 0
-
-    def gpu_text(self, member: int) -> str:
-        index = int(self.gpu_index[member])
-        return str(index) if index >= 0 else ""

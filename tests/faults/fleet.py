@@ -258,7 +258,8 @@ class Fleet:
             PATIENCE,
             f"{expected} operations at the collector\n{self.logs()}",
         )
-        assert self.counted(workload) == expected
+        counted = self.counted(workload)
+        assert counted == expected, (counted, expected)
         return expected
 
     def logs(self) -> str:
