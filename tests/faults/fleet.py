@@ -262,6 +262,20 @@ class Fleet:
         assert counted == expected, (counted, expected)
         return expected
 
+    def wait_taken(self, *jobs: Job) -> int:
+        """The same of all jobs that there were together: of one that is long over no page tells
+        any more. While every operation is asked for, each is a row."""
+        expected = sum(operations(job) for job in jobs)
+
+        def taken() -> float:
+            metrics = self.collector.collector_metrics()
+            return metrics.total("lanterne_collector_rows_total", status="taken")
+
+        wait_for(lambda: taken() >= expected, PATIENCE, f"{expected} rows\n{self.logs()}")
+        found = taken()
+        assert found == expected, (found, expected)
+        return expected
+
     def logs(self) -> str:
         return "\n".join(stack.logs(1500) for stack in (self.collector, *self.nodes.values()))
 

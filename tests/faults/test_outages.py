@@ -86,7 +86,8 @@ def test_network_cut(tmp_path: Path, figures: Figures) -> None:
                 network.heal()
                 verdict = fleet.wait_named(("later", 2))
                 second.stop()
-                delivered = fleet.wait_counted(second, "later") + fleet.wait_counted(first, "w")
+                fleet.wait_counted(second, "later")
+                delivered = fleet.wait_taken(first, second)
             nothing_lost(fleet)
             after = fleet.use()
     figures(
