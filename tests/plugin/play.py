@@ -141,3 +141,19 @@ def _parse(text: str) -> Told:
             told.probes.setdefault(rest[0], []).append(tuple(map(int, rest[1:])))
     told.ops = np.frombuffer(bytes(raw), usdt.OP)
     return told
+
+
+class Player:
+    """A running driver (driver.c) that plays NCCL, fed line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def say(self, *lines: str) -> None:
+        """Returns when the lines have been carried out."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n".join([*lines, "sync"]) + "\n")
+        self.process.stdin.flush()
+        while self.process.stdout.readline() != "sync\n":
+            assert self.process.poll() is None

@@ -14,24 +14,15 @@ from lanterne.probes.layout import Func
 from lanterne.probes.nccl_profiler import open_memory
 from tests.plugin import notes
 from tests.plugin.build import SOURCES, build
-from tests.plugin.play import spec
+from tests.plugin.play import Player, spec
 
 
-class Job:
-    """A process that plays NCCL, with somebody listening."""
+class Job(Player):
+    """With somebody listening."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+        super().__init__(process)
         self.memory = PluginMemory()
-
-    def say(self, *lines: str) -> None:
-        """Returns when the lines have been carried out."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n".join([*lines, "sync"]) + "\n")
-        self.process.stdin.flush()
-        while self.process.stdout.readline() != "sync\n":
-            assert self.process.poll() is None
 
     def open(self) -> list[tuple[int, ...]]:
         """(hash, rank, ranks, func, seq, started) of each."""

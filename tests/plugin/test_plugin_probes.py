@@ -18,6 +18,7 @@ from lanterne.probes.layout import Func
 from lanterne.probes.nccl_profiler import usdt
 from tests.plugin import notes
 from tests.plugin.build import SOURCES, build
+from tests.plugin.play import Player
 from tests.plugin.tracer_process import BpfTracer
 
 NOP5 = bytes.fromhex("0f1f440000")
@@ -120,21 +121,12 @@ def test_dtype_mirrors_the_header(tmp_path: Path) -> None:
     assert f"LANTERNE_FUNC_P2P_GROUP {int(Func.P2P_GROUP)} " in header
 
 
-class Job:
-    """A process that has the plugin mapped, fed line by line."""
+class Job(Player):
+    """Where it has the plugin mapped, and what stands there."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+        super().__init__(process)
         self.base = 0
-
-    def say(self, *lines: str) -> None:
-        """Returns when the lines have been carried out."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n".join([*lines, "sync"]) + "\n")
-        self.process.stdin.flush()
-        while self.process.stdout.readline() != "sync\n":
-            assert self.process.poll() is None
 
     def find(self, library: Path) -> None:
         maps = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
