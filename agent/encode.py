@@ -73,6 +73,7 @@ GPU_VALUES = (
 )  # fmt: skip
 PROCESS_VALUES = (
     "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio",
+    "stopped",
 )  # fmt: skip
 PLACE_TEXTS = (
     "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit",

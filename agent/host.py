@@ -1,4 +1,4 @@
-"""Host context of a rank's process: CPU, run queue, memory, pressure.
+"""Host context of a rank's process: CPU, run queue, memory, pressure, whether it may run at all.
 
 Reading (IO) and parsing (pure) are apart. What a kernel, a cgroup version or a missing permission
 does not give is None; a process that has ended is left out.
@@ -15,6 +15,7 @@ import psutil
 from lanterne.agent.process import Processes, printable
 
 COMMAND_LIMIT = 64
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 NANOSECONDS = 1_000_000_000
 
 
@@ -30,6 +31,7 @@ class ProcessReading:
     rss_bytes: int | None = None
     memory_pressure_ratio: float | None = None
     cpu_pressure_ratio: float | None = None
+    stopped: bool | None = None  # a signal, a debugger or a frozen cgroup holds it
 
 
 def parse_run_queue_seconds(schedstat: bytes) -> float | None:
@@ -66,6 +68,11 @@ def parse_cgroup(text: bytes) -> PurePosixPath | None:
     return None
 
 
+def parse_frozen(text: bytes) -> bool:
+    """cgroup.events, which also tells of a freeze of a group above. Frozen tasks look asleep."""
+    return b"frozen 1" in text.splitlines()
+
+
 class HostReader:
     """Reads processes below `proc`; `cgroups` is where the version 2 hierarchy is mounted."""
 
@@ -79,16 +86,19 @@ class HostReader:
         psutil.PROCFS_PATH = str(proc)
 
     def read(self, pids: Iterable[int]) -> dict[int, ProcessReading]:
-        """Readings by pid. A pressure file that ranks share is read once."""
+        """Readings by pid. A cgroup's file that ranks share is read once."""
         pressures: dict[Path, float | None] = {}
+        frozen: dict[Path, bool] = {}
         readings = {}
         for pid in pids:
-            reading = self._process(pid, pressures)
+            reading = self._process(pid, pressures, frozen)
             if reading is not None:
                 readings[pid] = reading
         return readings
 
-    def _process(self, pid: int, pressures: dict[Path, float | None]) -> ProcessReading | None:
+    def _process(
+        self, pid: int, pressures: dict[Path, float | None], frozen: dict[Path, bool]
+    ) -> ProcessReading | None:
         folder = self._proc / str(pid)
         start_ticks = self._processes.start_ticks(pid)
         if start_ticks is None:
@@ -99,11 +109,13 @@ class HostReader:
                 command = process.name()
                 times = process.cpu_times()
                 memory = process.memory_info()
+                stopped = process.status() in STOPPED
         except (psutil.Error, OSError):
             return None  # ended between two reads
         # The main thread's: it is the one that enqueues, and the sum over threads would shrink
         # whenever one ends.
         schedstat = _content(folder / "schedstat")
+        cgroup = parse_cgroup(_content(folder / "cgroup") or b"")
         return ProcessReading(
             pid=pid,
             start_ticks=start_ticks,
@@ -111,15 +123,15 @@ class HostReader:
             cpu_seconds=times.user + times.system,
             run_queue_seconds=parse_run_queue_seconds(schedstat or b""),
             rss_bytes=memory.rss,
-            memory_pressure_ratio=self._pressure(folder, "memory", pressures),
-            cpu_pressure_ratio=self._pressure(folder, "cpu", pressures),
+            memory_pressure_ratio=self._pressure(cgroup, "memory", pressures),
+            cpu_pressure_ratio=self._pressure(cgroup, "cpu", pressures),
+            stopped=stopped or self._frozen(cgroup, frozen),
         )
 
     def _pressure(
-        self, folder: Path, resource: str, pressures: dict[Path, float | None]
+        self, cgroup: PurePosixPath | None, resource: str, pressures: dict[Path, float | None]
     ) -> float | None:
         """Of the process's own cgroup, else of the host, else None (kernels without PSI)."""
-        cgroup = parse_cgroup(_content(folder / "cgroup") or b"")
         files = [self._proc / "pressure" / resource]
         # The root cgroup has no pressure files of its own: the host's stand for it.
         if cgroup is not None and cgroup.parts:
@@ -130,6 +142,14 @@ class HostReader:
             if pressures[file] is not None:
                 return pressures[file]
         return None
+
+    def _frozen(self, cgroup: PurePosixPath | None, frozen: dict[Path, bool]) -> bool:
+        if cgroup is None or not cgroup.parts:
+            return False
+        file = self._cgroups / cgroup / "cgroup.events"
+        if file not in frozen:
+            frozen[file] = parse_frozen(_content(file) or b"")
+        return frozen[file]
 
 
 def _content(path: Path) -> bytes | None:

@@ -92,6 +92,8 @@ _ADVICE = {
 
 _UNSTUCK = {
     "gone": "Look into the log of the process that has ended; then restart the job.",
+    "stopped": "Its process may not run: TracerPid and State in /proc/PID/status and its cgroup's "
+    "cgroup.events say why. kill -CONT, the debugger's end or a thaw lets it go on.",
     "not_arrived": "Look at the stack of the rank that has not come (py-spy, gdb).",
     "not_arrived_host_running": "Look at the stack of the host that has not come (py-spy, gdb): "
     "a checkpoint, a data loader, a lock, another branch of the program.",

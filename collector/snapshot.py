@@ -85,6 +85,7 @@ class Ranks:
 HANG_STATES = (
     "gone", "not_arrived", "not_arrived_host_running", "not_arrived_host_synchronising",
     "arrived_device_not_started", "arrived_device_started", "arrived_in_call", "arrived", "unknown",
+    "stopped", "in_earlier_call",
 )  # fmt: skip
 
 

@@ -354,7 +354,7 @@ class Gpu(_message.Message):
     def __init__(self, index: _Optional[int] = ..., uuid: _Optional[str] = ..., bus_id: _Optional[str] = ..., name: _Optional[str] = ..., utilization_ratio: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., temperature_celsius: _Optional[float] = ..., power_watts: _Optional[float] = ..., energy_joules: _Optional[float] = ..., sm_clock_hertz: _Optional[float] = ..., sm_clock_max_hertz: _Optional[float] = ..., throttle_reasons: _Optional[_Iterable[str]] = ..., process_memory_bytes: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Process(_message.Message):
-    __slots__ = ("pid", "pid_start_ticks", "command", "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio", "launches", "graph_launches", "syncs", "sync_ns", "captured_operations", "cuda", "steps", "blind_steps", "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit", "mig", "synchronising_seconds")
+    __slots__ = ("pid", "pid_start_ticks", "command", "cpu_seconds", "run_queue_seconds", "rss_bytes", "memory_pressure_ratio", "cpu_pressure_ratio", "launches", "graph_launches", "syncs", "sync_ns", "captured_operations", "cuda", "steps", "blind_steps", "pod", "namespace", "container", "owner_kind", "owner", "slurm_job", "slurm_step", "unit", "mig", "synchronising_seconds", "stopped")
     PID_FIELD_NUMBER: _ClassVar[int]
     PID_START_TICKS_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +381,7 @@ class Process(_message.Message):
     UNIT_FIELD_NUMBER: _ClassVar[int]
     MIG_FIELD_NUMBER: _ClassVar[int]
     SYNCHRONISING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
     pid: int
     pid_start_ticks: int
     command: str
@@ -407,7 +408,8 @@ class Process(_message.Message):
     unit: str
     mig: str
     synchronising_seconds: float
-    def __init__(self, pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., command: _Optional[str] = ..., cpu_seconds: _Optional[float] = ..., run_queue_seconds: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., memory_pressure_ratio: _Optional[float] = ..., cpu_pressure_ratio: _Optional[float] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ..., captured_operations: _Optional[int] = ..., cuda: _Optional[_Iterable[_Union[CudaUse, _Mapping]]] = ..., steps: _Optional[int] = ..., blind_steps: _Optional[int] = ..., pod: _Optional[str] = ..., namespace: _Optional[str] = ..., container: _Optional[str] = ..., owner_kind: _Optional[str] = ..., owner: _Optional[str] = ..., slurm_job: _Optional[str] = ..., slurm_step: _Optional[str] = ..., unit: _Optional[str] = ..., mig: _Optional[str] = ..., synchronising_seconds: _Optional[float] = ...) -> None: ...
+    stopped: bool
+    def __init__(self, pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., command: _Optional[str] = ..., cpu_seconds: _Optional[float] = ..., run_queue_seconds: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., memory_pressure_ratio: _Optional[float] = ..., cpu_pressure_ratio: _Optional[float] = ..., launches: _Optional[int] = ..., graph_launches: _Optional[int] = ..., syncs: _Optional[int] = ..., sync_ns: _Optional[int] = ..., captured_operations: _Optional[int] = ..., cuda: _Optional[_Iterable[_Union[CudaUse, _Mapping]]] = ..., steps: _Optional[int] = ..., blind_steps: _Optional[int] = ..., pod: _Optional[str] = ..., namespace: _Optional[str] = ..., container: _Optional[str] = ..., owner_kind: _Optional[str] = ..., owner: _Optional[str] = ..., slurm_job: _Optional[str] = ..., slurm_step: _Optional[str] = ..., unit: _Optional[str] = ..., mig: _Optional[str] = ..., synchronising_seconds: _Optional[float] = ..., stopped: _Optional[bool] = ...) -> None: ...
 
 class CudaUse(_message.Message):
     __slots__ = ("device", "stream", "launches", "graph_launches", "syncs", "sync_ns")

@@ -3,8 +3,9 @@
 A rank has *reached* an operation when its call has returned, or is in flight (a blocking call that
 outlasts a window is told of), or has been enqueued, or when its GPU was given it and has not left
 it (where a profiler plugin tells). The ranks that have reached fewer operations than others are
-missing; the others wait for them. Where all have come, those are missing whose GPU has not started
-it while others' have. Nobody is missing where all are in flight and none comes out: then the
+missing; the others wait for them, those too that are still in the call of an earlier operation.
+Where all have come, those are missing whose GPU has not started it while others' have, or whose
+process is stopped. Nobody is missing where all are in flight and none comes out: then the
 communication itself is stuck, and nobody is blamed. A communicator in which all have reached the
 same operation and nobody is in flight is idle.
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from lanterne.collector.analyse import ops
 from lanterne.collector.analyse.gather import Flow
-from lanterne.collector.analyse.hang_states import Facts, hosts, of_one, states
+from lanterne.collector.analyse.hang_states import Facts, Hosts, hosts, of_one, states
 from lanterne.collector.analyse.registry import Registry
 from lanterne.collector.analyse.who import Slot
 from lanterne.collector.snapshot import CLASSES, METHODS, HangState, HangView, Ranks
@@ -218,6 +219,8 @@ class Hangs:
         waiting = int(np.flatnonzero(arrived)[0])
         ahead = bool((f.far[arrived] > least).any())
         come = f.far > least if ahead else f.inside
+        host = hosts(registry, members)
+        arrived, missing = _held_up(f, host, arrived, missing)
         facts = Facts(f.known, f.alive, come, f.in_call, f.on_device, f.started, f.since_ns)
         return Hang(
             seconds=(now_ns - start) / NS,
@@ -227,7 +230,7 @@ class Hangs:
             missing=tuple(np.flatnonzero(missing).tolist()),
             gone=tuple(np.flatnonzero(missing & ~f.alive).tolist()),
             arrived=tuple(np.flatnonzero(arrived).tolist()),
-            states=states(facts, *hosts(registry, members), now_ns),
+            states=states(facts, host, now_ns),
         )
 
     def _even(self, members: I64, f: _Lane) -> bool:
@@ -254,6 +257,18 @@ def _who(f: _Lane, least: int) -> tuple[Bool, Bool]:
     if f.started.any() and f.on_device[lives].all():  # else it is not known who has not started
         return f.started, lives & ~f.started
     return f.inside, nobody
+
+
+def _held_up(f: _Lane, host: Hosts, arrived: Bool, missing: Bool) -> tuple[Bool, Bool]:
+    """-> the same, of all that is known. A rank in the call of an earlier operation, which some
+    have left and it has not, waits as well: for those that are in no call, or may not run.
+    """
+    causes = missing & (~f.in_call | host.stopped)
+    if not missing.any():
+        causes = arrived & host.stopped
+    if not causes.any():
+        return arrived, missing
+    return (arrived | missing) & ~causes, causes
 
 
 def _alive(registry: Registry, members: I64, known: Bool, now_ns: int) -> tuple[Bool, Bool]:

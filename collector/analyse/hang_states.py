@@ -1,8 +1,9 @@
 """Where each rank of a communicator that stands still is, in words for whoever is woken by it.
 
-Three things tell: whether the rank has come to the operation, what its GPU does with it (where a
-profiler plugin tells), and of a rank that has not come whether its host waits for its GPU in a
-synchronise call. What none of them tells is not known, and said so.
+Four things tell: whether the rank has come to the operation, what its GPU does with it (where a
+profiler plugin tells), of a rank that has not come whether its host waits for its GPU in a
+synchronise call, and whether its process may run at all. What none of them tells is not known, and
+said so.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 CUDA_CALLS = ("syncs", "launches", "graph_launches")  # seen: synchronise calls would be, too
-(GONE, NOT_ARRIVED, RUNNING, SYNCHRONISING, NOT_STARTED, STARTED, IN_CALL, ARRIVED, UNKNOWN) = (
-    range(len(HANG_STATES))
-)
+(GONE, NOT_ARRIVED, RUNNING, SYNCHRONISING, NOT_STARTED, STARTED, IN_CALL, ARRIVED, UNKNOWN,
+ STOPPED, IN_EARLIER) = range(len(HANG_STATES))  # fmt: skip
 
 # Of one rank, of several; {for}, {ago}: how long, where it is known.
 _WORDS = {
@@ -55,7 +55,24 @@ _WORDS = {
         "they have come; what their GPUs do is not known",
     ),
     UNKNOWN: ("nothing is known of it now", "nothing is known of them now"),
+    STOPPED: (
+        "its process is stopped: a signal, a debugger or a frozen cgroup holds it",
+        "their processes are stopped: signals, debuggers or frozen cgroups hold them",
+    ),
+    IN_EARLIER: (
+        "it has been in the call of an earlier operation{for}, which has ended for others",
+        "they have been in the call of an earlier operation{for}, which has ended for others",
+    ),
 }
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """[rank] what the readings of its process tell."""
+
+    synchronising: F64  # seconds in a synchronise call; NaN: in none, or that is not known
+    visible: Bool  # whether that would be seen
+    stopped: Bool  # it may not run
 
 
 @dataclass(frozen=True)
@@ -71,17 +88,19 @@ class Facts:
     since_ns: I64  # the call began, the GPU was given it, or has started it
 
 
-def states(facts: Facts, synchronising: F64, visible: Bool, now_ns: int) -> tuple[HangState, ...]:
-    """The ranks by state. synchronising, visible: [rank] as `hosts` gives them."""
+def states(facts: Facts, host: Hosts, now_ns: int) -> tuple[HangState, ...]:
+    """The ranks by state."""
     state = np.where(facts.arrived, ARRIVED, NOT_ARRIVED)
     seconds = np.where(facts.since_ns > 0, (now_ns - facts.since_ns) / 1e9, np.nan)
     late = state == NOT_ARRIVED
-    waits = late & np.isfinite(synchronising)
-    state[late & visible] = RUNNING
+    waits = late & np.isfinite(host.synchronising)
+    state[late & host.visible] = RUNNING
     state[waits] = SYNCHRONISING
-    seconds = np.where(waits, synchronising, np.where(late, np.nan, seconds))
-    state[facts.in_call] = IN_CALL
+    seconds = np.where(waits, host.synchronising, np.where(late & ~facts.in_call, np.nan, seconds))
+    state[facts.in_call] = np.where(facts.arrived, IN_CALL, IN_EARLIER)[facts.in_call]
     state[facts.on_device] = np.where(facts.started, STARTED, NOT_STARTED)[facts.on_device]
+    state[host.stopped] = STOPPED
+    seconds[host.stopped] = np.nan  # how long that has been is not known
     state[~facts.alive] = GONE
     state[~facts.known] = UNKNOWN
     found = []
@@ -111,13 +130,10 @@ def _words(state: int, seconds: float, ranks: int) -> str:
     return text.replace("{for}", since).replace("{ago}", f" {known} ago" if known else "")
 
 
-def hosts(registry: Registry, members: I64) -> tuple[F64, Bool]:
-    """-> [rank] seconds that its host has been in a synchronise call (NaN: it is in none, or that
-    is not known), and whether that would be seen.
-
-    Of a process with several ranks of the communicator nobody can say whose host a thread is.
-    """
+def hosts(registry: Registry, members: I64) -> Hosts:
+    """Of the newest readings."""
     inside, visible = np.full(len(members), np.nan), np.zeros(len(members), bool)
+    stopped = np.zeros(len(members), bool)
     process = registry.process[members]
     numbers, count = np.unique(process[process >= 0], return_counts=True)
     alone = set(numbers[count == 1].tolist())
@@ -125,7 +141,7 @@ def hosts(registry: Registry, members: I64) -> tuple[F64, Bool]:
     for rank, (number, node) in enumerate(
         zip(process.tolist(), registry.node[members].tolist(), strict=True)
     ):
-        if number not in alone or node < 0:
+        if number < 0 or node < 0:
             continue
         head = registry.nodes[node].head
         if node not in readings:
@@ -135,8 +151,11 @@ def hosts(registry: Registry, members: I64) -> tuple[F64, Bool]:
         if encoded is None:
             continue
         told = process_of(encoded, head.node)
+        stopped[rank] = bool(told.get("stopped"))
+        if number not in alone:  # nobody can say whose host a thread is
+            continue
         visible[rank] = any(told[name] for name in CUDA_CALLS)
         seconds = told.get("synchronising_seconds")
         if isinstance(seconds, float):
             inside[rank] = seconds
-    return inside, visible
+    return Hosts(inside, visible, stopped)

@@ -107,7 +107,10 @@ class Verdicts:
 
     def _without_figures(self, members: I64) -> None:
         self._quiet[members] += 1
-        self._clear(members[self._quiet[members] > PATIENCE])
+        over = members[self._quiet[members] > PATIENCE]
+        # Nothing has spoken against it: what led to it counts again as soon as there are figures.
+        self._free[over[self.named[over]]] = RELAPSE + 1
+        self._clear(over)
 
     def _clear(self, members: I64) -> None:
         self.named[members] = self.suspected[members] = False

@@ -128,12 +128,20 @@ def windows(
         yield own
 
 
-def follow(seed: int, ranks: int, count: int, noise: Noise, faults: tuple[Fault, ...] = ()) -> Run:
+def follow(
+    seed: int,
+    ranks: int,
+    count: int,
+    noise: Noise,
+    faults: tuple[Fault, ...] = (),
+    silent: range = range(0),
+) -> Run:
+    """silent: windows without evidence."""
     rng = np.random.default_rng(seed)
     judge = verdicts.Verdicts(ranks)
     judge.forget(0, ranks)
     run = Run()
-    for own in windows(rng, ranks, count, noise, faults):
+    for w, own in enumerate(windows(rng, ranks, count, noise, faults)):
         begin = time.perf_counter()
         block = OwnBlock(
             ranks=ranks,
@@ -144,19 +152,18 @@ def follow(seed: int, ranks: int, count: int, noise: Noise, faults: tuple[Fault,
         )
         stats = kinds.kind_stats([block])
         span = float(np.nanmedian(own) * own.shape[1] / COMPUTE_SHARE * 1e9)
-        judge.update(
-            stats,
-            [
-                verdicts.Observed(
-                    slot=0,
-                    base=0,
-                    ranks=ranks,
-                    rows=own.shape[1],
-                    span_ns=span,
-                    kinds=dict.fromkeys(range(KINDS), (4, 0, 2)),
-                )
-            ],
+        observed = verdicts.Observed(
+            slot=0,
+            base=0,
+            ranks=ranks,
+            rows=own.shape[1],
+            span_ns=span,
+            kinds=dict.fromkeys(range(KINDS), (4, 0, 2)),
         )
+        if w in silent:
+            judge.silence(0, ranks)
+        else:
+            judge.update(stats, [observed])
         run.seconds += time.perf_counter() - begin
         named = set(np.flatnonzero(judge.named).tolist())
         run.named.append(named)

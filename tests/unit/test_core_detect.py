@@ -57,6 +57,21 @@ def test_a_pair_that_drifts_for_hours() -> None:
     assert named(run) == {1}
 
 
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.2), (8, 1.1), (8, 2.0)])
+@pytest.mark.parametrize("over", [False, True])
+def test_what_was_known_before_a_silence_counts_after_it(
+    ranks: int, factor: float, over: bool
+) -> None:
+    """A rank that was named is named by the first window after it, unless that is over."""
+    silent = range(40, 60)
+    fault = Fault((1,), factor, first=20, last=50 if over else 70)
+    run = follow(21, ranks, 80, NOISES["quiet"], (fault,), silent)
+    assert run.named[39] == {1}
+    assert run.named[59] == set()
+    assert run.named[60] == (set() if over else {1})
+    assert all(found == run.named[60] for found in run.named[60:70])
+
+
 @pytest.mark.parametrize("noise", ["pauses", "burst", "lost"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_noise_names_nobody(noise: str, ranks: int) -> None:

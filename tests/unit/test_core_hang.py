@@ -53,12 +53,14 @@ class Standing:
         seconds: int,
         *,
         inside: tuple[int, ...] = (),
+        ahead: tuple[int, ...] = (),
         enqueued: tuple[int, ...] = (),
         on_device: Mapping[int, bool] = NOWHERE,
         destroyed: bool = False,
     ) -> Snapshot:
-        """Seconds without a return. inside: ranks in the next call; enqueued: told of it once;
-        on_device: ranks whose GPU was given it, and whether it has started it."""
+        """Seconds without a return. inside: ranks in the next call, ahead: in the one
+        after; enqueued: told of it once; on_device: ranks whose GPU was given it, and whether it
+        has started it."""
         assert self.last is not None
         start = self.last.end_ns
         self.entered = self.entered or start
@@ -80,7 +82,9 @@ class Standing:
                     pb.Pending(
                         rows=rows,
                         communicator=np.array(index, "<u4").tobytes(),
-                        seq=np.full(rows, self.steps, "<u4").tobytes(),
+                        seq=np.array(
+                            [self.steps + (keep[i].rank in ahead) for i in index], "<u4"
+                        ).tobytes(),
                         lane=bytes(rows),
                         op=bytes([ALL_REDUCE] * rows),
                         evidence=bytes([2] * rows),
@@ -140,6 +144,40 @@ def test_the_rank_that_does_not_come_is_missing() -> None:
     rows = view(snapshot).rows
     assert (rows[0].rank, rows[0].klass, rows[0].method) == (2, "hang", "hang")
     assert "missing 2" in view(snapshot).messages[0].text
+
+
+@pytest.mark.parametrize("held", [(2,), ()])
+def test_the_call_of_an_earlier_operation_is_no_fault_of_who_is_in_it(
+    held: tuple[int, ...],
+) -> None:
+    """An operation that has not ended for 0 and 3: they wait in it, for 2."""
+    job = standing()
+    job.hosts = {rank: {"stopped": True} for rank in held}
+    snapshot = job.wait(12, inside=(0, 1, 3, *held), ahead=(1,), enqueued=() if held else (2,))
+    assert hung(snapshot) == [2]
+    hang = snapshot.communicators[0].hang
+    assert hang is not None
+    assert (hang.missing, hang.arrived, hang.seq) == ((2,), (0, 1, 3), 601)
+    state = "stopped" if held else "not_arrived"
+    assert {s.state: s.ranks for s in hang.states} == {
+        "arrived_in_call": (1,), "in_earlier_call": (0, 3), state: (2,),
+    }  # fmt: skip
+    assert "3 ranks in all_reduce 601" in snapshot.ranks.why[2]
+
+
+def test_where_all_are_in_a_call_and_none_is_stopped_the_later_ones_are_missing() -> None:
+    job = standing()
+    assert hung(job.wait(12, inside=(0, 1, 2, 3), ahead=(1,))) == [0, 2, 3]
+
+
+def test_a_stopped_process_is_missing_from_the_operation_that_it_is_in() -> None:
+    job = standing()
+    assert hung(job.wait(12, inside=(0, 1, 2, 3))) == []
+    job.hosts = {2: {"stopped": True}}
+    snapshot = job.wait(1, inside=(0, 1, 2, 3))
+    assert hung(snapshot) == [2]
+    assert "its process is stopped" in snapshot.ranks.why[2]
+    assert "3 ranks in all_reduce 600" in snapshot.ranks.why[2]
 
 
 def test_a_host_that_enqueued_waits_for_those_that_did_not() -> None:

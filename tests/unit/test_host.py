@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path, PurePosixPath
 
+import psutil
 import pytest
 
 from lanterne.agent.host import (
@@ -16,6 +18,7 @@ from lanterne.agent.host import (
     parse_pressure,
     parse_run_queue_seconds,
 )
+from tests.stack import wait_for
 
 STAT = (
     b"7 (py (th) 1) x) S 1 7 7 0 -1 4194304 100 0 0 0 12 34 0 0 20 0 5 0 987654 1000000 250"
@@ -83,6 +86,47 @@ def test_reads_a_real_process_and_leaves_out_a_dead_one() -> None:
     finally:
         child.communicate(b"\n")
     assert reader.read([child.pid]) == {}
+
+
+def test_a_stopped_process_is_told_until_it_goes_on() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        reader = HostReader()
+        assert reader.read([child.pid])[child.pid].stopped is False
+        child.send_signal(signal.SIGSTOP)
+        wait_for(lambda: reader.read([child.pid])[child.pid].stopped, 10, "told as stopped")
+        child.send_signal(signal.SIGCONT)
+        wait_for(lambda: not reader.read([child.pid])[child.pid].stopped, 10, "told to go on")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_process_in_a_frozen_cgroup_is_stopped() -> None:
+    """A real one: its tasks look as if they slept."""
+    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
+    if root is None:
+        pytest.skip("no cgroup of version 2 is mounted")
+    group = root / f"lanterne-frozen-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup of version 2 can be made: {error}")
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        (group / "cgroup.procs").write_text(str(child.pid))
+        reader = HostReader(cgroups=root)
+        assert reader.read([child.pid])[child.pid].stopped is False
+        (group / "cgroup.freeze").write_text("1")
+        wait_for(lambda: reader.read([child.pid])[child.pid].stopped, 10, "told as stopped")
+        assert psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+    finally:
+        (group / "cgroup.freeze").write_text("0")
+        child.kill()
+        child.wait()
+        wait_for(lambda: not (group / "cgroup.procs").read_text(), 10, "the cgroup to be empty")
+        group.rmdir()
 
 
 def test_a_hostile_process_name_is_made_printable() -> None:
