@@ -66,7 +66,7 @@ class Collector(_Section, frozen=True, kw_only=True):
     queue_batches: Annotated[int, Meta(ge=1, le=100_000)] = 600
     queue_bytes: Annotated[int, Meta(ge=65_536, le=1 << 32, description="bytes")] = 16 << 20
     heartbeat_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
-    backoff_max_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 10.0
+    backoff_max_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
     shutdown_seconds: Annotated[float, Meta(ge=0, le=60)] = 3.0
     token_file: FileName = ""
 

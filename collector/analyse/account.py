@@ -184,10 +184,7 @@ class Accounts:
         """Rows to keep: at random where a window brings more than its medians need."""
         most = min(max(OWN_CELLS // j.ranks, OWN_ROWS_LEAST), OWN_ROWS_MOST)
         slot = j.slot[pick]
-        panes = (self._window.closed, self._window.current)
-        # Those that lacked ranks have no own times: a backlog of them thins nothing.
-        brought = np.maximum(*(p.rows[slot] - p.outcome[slot, w.MISSING] for p in panes))
-        every = np.maximum(-(-brought // most), 1)
+        every = np.maximum(-(-self._window.expected(slot) // most), 1)
         # Hashed, not counted: operations alternate, a fixed step would always meet the same kind.
         mixed = (self._tables.tag[j.rows[pick]] * 2_654_435_761 & 0xFFFFFFFF) >> 12
         sampled: Bool = mixed % every == 0

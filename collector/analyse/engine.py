@@ -72,7 +72,8 @@ class Engine:
             slots=c.communicators, members=c.members, processes=c.processes, nodes=c.nodes
         )
         self.tables = Tables(cells=c.cells, rows=c.rows, tables=2 * c.communicators)
-        self.window = w.Window(c.communicators, c.members, c.own_cells)
+        window_ns = int(c.window_seconds * NS)
+        self.window = w.Window(c.communicators, c.members, c.own_cells, window_ns)
         self.verdicts = verdicts.Verdicts(c.members, c.min_gain_share)
         self.summaries = totals.Grouped(totals.SUMMARY_WIDTH, 1 << 18)
         self.waits = totals.Grouped(totals.WAIT_WIDTH, 1 << 18)

@@ -75,7 +75,8 @@ class OwnBlock:
 
 
 class Window:
-    def __init__(self, slots: int, members: int, own_cells: int) -> None:
+    def __init__(self, slots: int, members: int, own_cells: int, window_ns: int) -> None:
+        self._window_ns = window_ns
         self.current, self.closed = Pane(slots, members), Pane(slots, members)
         self.wait_total = np.zeros((4, members))
         self.blame_total = np.zeros((4, members))
@@ -109,6 +110,16 @@ class Window:
             return
         self.blocks.append(block)
         self.own_cells += block.own.size
+
+    def expected(self, slot: I64) -> I64:
+        """Rows with own times that the window brings of each communicator: so many as it has by
+        now, or as the one before had in as much time. A backlog that fell into that one, of hours
+        or of rows that lacked ranks, thins out nothing.
+        """
+        before, now = (p.rows[slot] - p.outcome[slot, MISSING] for p in (self.closed, self.current))
+        longer = np.maximum(self.closed.span_ns[slot] / self._window_ns, 1.0)
+        rows: I64 = np.maximum(np.ceil(before / longer).astype(np.int64), now)
+        return rows
 
     def ever(self) -> npt.NDArray[np.bool_]:
         """[slot, evidence] whether any instance of it was ever scored: totals that stay."""

@@ -788,11 +788,15 @@ def test_a_window_of_ranks_that_come_back_is_no_evidence() -> None:
     assert all(known[s] for s in range(62, 75))
 
 
-@pytest.mark.parametrize(("outcome", "kept"), [(panes.MISSING, True), (panes.SCORED, False)])
-def test_rows_without_own_times_thin_out_no_others(outcome: int, kept: bool) -> None:
-    """After a backlog of rows that lacked ranks, the own times of all that follow are kept."""
-    window = panes.Window(slots=1, members=2, own_cells=1024)
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "kept"),
+    [(panes.MISSING, 5, True), (panes.SCORED, 5, False), (panes.SCORED, 60, True)],
+)
+def test_a_backlog_thins_out_nothing_after_it(outcome: int, seconds: int, kept: bool) -> None:
+    """Neither of rows that lacked ranks nor of a minute: the own times of all that follow stay."""
+    window = panes.Window(slots=1, members=2, own_cells=1024, window_ns=5 * 10**9)
     window.closed.rows[0] = window.closed.outcome[0, outcome] = 4000
+    window.closed.span_ns[0] = seconds * 10**9
     rows = np.arange(90)
     judged = SimpleNamespace(ranks=2, slot=np.zeros(90, np.int64), rows=rows)
     accounts = Accounts.__new__(Accounts)
