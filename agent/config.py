@@ -86,7 +86,7 @@ class Window(_Section, frozen=True, kw_only=True):
     seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
     drain_seconds: Annotated[float, Meta(ge=0.002, le=1)] = 0.5
     scan_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
-    group_grace_seconds: Annotated[float, Meta(ge=0.001, le=10)] = 0.1
+    group_grace_seconds: Annotated[float, Meta(ge=0.001, le=10)] = 1.0
 
 
 class Probes(_Section, frozen=True, kw_only=True):

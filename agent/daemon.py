@@ -24,7 +24,7 @@ from lanterne.agent.export import AgentState, Exporter
 from lanterne.agent.outbox import Outbox
 from lanterne.agent.page_state import page_state, status
 from lanterne.agent.parts import Parts
-from lanterne.agent.pipeline import Pipeline
+from lanterne.agent.pipeline import Pipeline, drained_until
 from lanterne.agent.places import Places
 from lanterne.agent.plugin_memory import PluginMemory
 from lanterne.agent.process import Processes
@@ -320,12 +320,14 @@ class Agent:
             return 0
         read = 0
         while True:
+            began_ns = time.monotonic_ns()
             # Before the calls: the call of whatever the GPU has run is in the other ring by now.
             told = uprobes.device.drain(DRAIN_ROWS)
             kernels = uprobes.kernels.drain(DRAIN_ROWS)
             records = uprobes.records.drain(DRAIN_ROWS)
             comm_events = uprobes.comm_events.drain()
-            self._pipeline.feed(records, comm_events, time.monotonic_ns())
+            until_ns = drained_until(records, DRAIN_ROWS, began_ns)
+            self._pipeline.feed(records, comm_events, until_ns)
             if len(told):
                 self._pipeline.feed_device(told)
             if len(kernels):

@@ -11,9 +11,10 @@ operation of the collective lane.
 Several may be under way at once on one communicator, from several threads.
 
 A group may straddle two drains. Its records are held until a later group appears on the same
-communicator, or until it has been silent for `grace_ns`; those of a blocking call until it returns,
-or for a minute. The memory held is bounded: beyond `max_records` every open group is closed, and
-counted in `forced`.
+communicator, or until it has been silent for `grace_ns`: by the records drained, not by the clock,
+and for longer than a thread is off its CPU within a group. Those of a blocking call are held until
+it returns, or for a minute. The memory held is bounded: beyond `max_records` every open group is
+closed, and counted in `forced`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Groups:
     ) -> tuple[Operations, PeerBytes]:
         """Point-to-point records in drained order -> the operations that are complete by now.
 
-        `now_ns` is on the clock of the records. `close` ends every open group.
+        now_ns: up to which all records are here, on their clock. `close` ends every open group.
         """
         if len(self._records):
             records = _join(self._records, records)

@@ -32,6 +32,14 @@ class KernelSource(Protocol):
     def kernels_since(self) -> int: ...
 
 
+def drained_until(records: Records, most: int, began_ns: int) -> int:
+    """Up to when every record is here, after a drain of at most so many that began then. Nothing
+    is known of what came while it went on, nor of what waits behind a full one."""
+    if len(records) < most:
+        return began_ns
+    return min(began_ns, int(records["enter_ns"][-1]))
+
+
 class Pipeline:
     """One per agent run; not thread-safe."""
 
@@ -55,6 +63,7 @@ class Pipeline:
         self._head = head
         self._sequence = 1
         self._rows = 0
+        self._drained_ns = start_ns
         self._replaying: set[int] = set()
 
     def feed_device(self, records: Records) -> None:
@@ -91,7 +100,10 @@ class Pipeline:
 
     def feed(self, records: Records, comm_events: Records, now_ns: int) -> None:
         """One drain. The main ring must have been drained before the ring of communicators, so
-        that the creation of every communicator in `records` is here or known."""
+        that the creation of every communicator in `records` is here or known. now_ns: up to which
+        everything has been drained, not a time at which more may wait in the rings: a group whose
+        other part is still there has not been silent."""
+        self._drained_ns = now_ns
         if len(comm_events):
             self.registry.apply(comm_events)
         self.registry.resolve(now_ns)
@@ -155,6 +167,10 @@ class Pipeline:
     def operations_unresolved(self) -> int:
         return self.windows.unresolved + self.registry.without_slot
 
+    @property
+    def groups_forced(self) -> int:
+        return self.groups.forced + self.rooted.forced
+
     def close(
         self,
         end_ns: int,
@@ -169,7 +185,7 @@ class Pipeline:
         for groups in (self.groups, self.rooted):
             if final or groups.held:
                 empty = np.empty(0, RECORD), np.empty(0, np.uint16)
-                self.windows.add(*groups.add(*empty, end_ns, close=final))
+                self.windows.add(*groups.add(*empty, self._drained_ns, close=final))
         registry = self.registry
         window = self.windows.close(
             end_ns,

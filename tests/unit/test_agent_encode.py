@@ -11,13 +11,15 @@ from agent_readings import Gpu, Reading
 
 from lanterne.agent import encode as encoding
 from lanterne.agent import plugin_memory
+from lanterne.agent.classify import Rooted
 from lanterne.agent.comms import Registry
 from lanterne.agent.cuda import Bin, Use
 from lanterne.agent.encode import Context, Head, Health
 from lanterne.agent.events import Records, Rules
+from lanterne.agent.groups import Groups
 from lanterne.agent.inflight import in_flight, joined, on_device
 from lanterne.agent.origins import Origin, Origins
-from lanterne.agent.pipeline import Pipeline
+from lanterne.agent.pipeline import Pipeline, drained_until
 from lanterne.agent.process import Processes
 from lanterne.collector.batch import DecodedBatch
 from lanterne.collector.decode import decode
@@ -254,3 +256,35 @@ def test_operations_before_their_communicator_is_known_come_later(tmp_path: Path
 def test_constants_are_those_of_the_wire() -> None:
     assert [int(value) for value in encoding._LIBRARY] == pb.Library.values()
     assert [int(value) for value in encoding._IDENTITY] == pb.Identity.values()
+
+
+def test_groups_forced_are_those_of_both_kinds(tmp_path: Path) -> None:
+    pipe = pipeline(tmp_path)
+    pipe.groups = Groups(Rules(), max_records=1)
+    pipe.rooted = Groups(Rules(), max_records=1, assemble=Rooted(pipe.registry.table()))
+    pipe.feed(exchange([1, 1], [1, 1], group=1), NOTHING, BASE_NS)
+    assert pipe.groups_forced == 1
+    broadcast = {"func": Func.BROADCAST, "flags": Flag.GROUP, "group": 2}
+    pipe.feed(records(record(**broadcast), record(**broadcast, seq=1)), NOTHING, BASE_NS)
+    assert pipe.groups_forced == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
+def test_an_agent_that_was_held_up_takes_no_group_apart(tmp_path: Path, size: int) -> None:
+    """What it could not read for a minute comes in pieces, windows closing between them."""
+    pipe = pipeline(tmp_path)
+    pipe.feed(record()[:0], creation(), BASE_NS)
+    waiting = records(*(exchange([1, 2], [2, 1], group=1 + k, seq=k) for k in range(6)))
+    waiting["enter_ns"] = BASE_NS + 1000 * np.arange(len(waiting))
+    now_ns, counted = BASE_NS + 60 * 10**9, 0
+    while counted < 6:
+        piece, waiting = waiting[:size], waiting[size:]
+        until_ns = drained_until(piece, size, now_ns)
+        assert until_ns == (int(piece["enter_ns"][-1]) if len(piece) == size else now_ns)
+        pipe.feed(piece, NOTHING, until_ns)
+        (batch,) = decoded(pipe.close(now_ns, 1, Context))
+        assert set(batch.instances.payload_bytes.tolist()) <= {3}
+        counted += int(batch.summaries.count.sum())
+        now_ns += 10**9
+    assert counted == 6
+    assert not len(waiting)
