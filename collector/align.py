@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from lanterne.collector.moved import Moved
+
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
@@ -116,6 +118,7 @@ class Tables:
         self.cells = Extents(cells)
         self.rows = Extents(rows)
         self.counts = Counts()
+        self._moved = Moved()
 
     def open(self, table: int, ranks: int, width: int = FIRST_WIDTH) -> bool:
         """Make `table` for `ranks`; False when the bounds leave no room."""
@@ -199,7 +202,8 @@ class Tables:
         return [(int(t), int(s)) for t, s in zip(touched[narrow], spread[narrow], strict=True)]
 
     def grow(self, table: int, width: int) -> bool:
-        """Widen a table, keeping its open rows. False when there is no room: nothing changed."""
+        """Widen a table, keeping its open rows. False when there is no room: nothing changed.
+        `rename` must follow, once for all tables that are widened."""
         ranks, old_width = int(self.ranks[table]), int(self.width[table])
         old_base, old_rows = int(self.base[table]), int(self.row_base[table])
         width |= 1
@@ -220,9 +224,13 @@ class Tables:
         self.newest[table] = newest
         target_rows = row_base + tags % width
         target = base + np.arange(ranks)[:, None] * width + tags % width
-        for column in (self.arrival, self.duration, self.own, self.wait, self.sync, self.size):
+        for column in (
+            self.arrival, self.duration, self.own, self.prev, self.wait, self.sync, self.size
+        ):  # fmt: skip
             column[target] = column[source]
-        self.prev[target] = -1  # the cells that it names have moved
+        to = np.full(ranks * old_width, -1)
+        to[source - old_base] = target
+        self._moved.add(old_base, to)
         meta = (self.meta[source] & 0xFFFF) | (((tags // width) & 0xFFFF) << META_LAP)
         self.meta[target] = np.where(present, meta, 0).astype(np.uint32)
         self.tag[target_rows], self.filled[target_rows] = tags, filled
@@ -231,6 +239,18 @@ class Tables:
         self._vacate(old_rows, old_width)
         self.counts.grown += 1
         return True
+
+    def rename(self, cells: I64) -> I64:
+        """After `grow`: cells are named by what they are now, in `prev` and in a column of somebody
+        else's -> where the latter named what is no longer there.
+        """
+        if not self._moved:
+            return np.zeros(0, np.int64)
+        gone = self._moved.rename(self.prev[: self.cells.high])
+        self.own[gone] = np.nan  # without the wait that is to be taken off it says nothing
+        elsewhere = self._moved.rename(cells)
+        self._moved = Moved()
+        return elsewhere
 
     def displaced(self, row: I64, seq: I64) -> I64:
         """Open rows that these events would overwrite: score them first."""

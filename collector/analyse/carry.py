@@ -21,7 +21,7 @@ class Carry:
         self.table = np.zeros(processes, np.int32)
         self.needs_wait = np.zeros(processes, bool)
 
-    def forget(self, processes: list[int]) -> None:
+    def forget(self, processes: list[int] | I64) -> None:
         self.arrival[processes] = -1
 
     def link(self, f: Flow, cell: I64, after_loss: npt.NDArray[np.bool_] | None = None) -> Events:

@@ -357,6 +357,7 @@ class Engine:
             if not tables.grow(table, max(2 * spread, 2 * int(tables.width[table]))):
                 self.counts["tables_not_grown"] += 1
                 self._stride.crowded()
+        self.carry.forget(tables.rename(self.carry.cell))
 
     def _score(self, rows: I64) -> None:
         """Score rows of any tables, in blocks of communicators of one size."""

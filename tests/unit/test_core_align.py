@@ -37,6 +37,11 @@ def make(ranks: int = 3, width: int = 31) -> Tables:
     return tables
 
 
+def cell_of(tables: Tables, table: int, rank: int, seq: int) -> int:
+    cell, _ = tables.cell_index(np.array([table], np.int32), np.array([rank]), np.array([seq]))
+    return int(cell[0])
+
+
 def put(tables: Tables, *events: tuple[int, int, int], now: int = 1) -> np.ndarray:
     """(rank, seq, arrival) on table 1 -> sequence numbers of the rows now complete."""
     rank, seq, arrival = np.array(events).T
@@ -146,3 +151,25 @@ def test_deadline_counts_from_the_first_event() -> None:
     put(tables, (1, 1, 1), (0, 2, 1), now=200)
     assert tables.tag[tables.expire(101)].tolist() == [1]
     assert sorted(tables.tag[tables.expire(201)]) == [1, 2]
+
+
+def test_what_names_cells_follows_them() -> None:
+    """Tables grow: each previous operation is where it is now, or is not known any more."""
+    tables = make()
+    assert tables.open(2, 2, 31)
+    put(tables, *[(r, s, 10 * s) for r in range(3) for s in range(20, 50)])
+    old = {s: cell_of(tables, 1, 2, s) for s in (19, 33, 34, 49)}
+    later, other = cell_of(tables, 1, 0, 35), cell_of(tables, 2, 1, 3)
+    tables.prev[[later, other, cell_of(tables, 1, 1, 35)]] = old[34], old[33], old[19]
+    tables.own[:] = 7.0
+    named = np.array([old[49], old[19], other, 1 << 19])
+    assert tables.grow(1, 140)
+    assert tables.grow(2, 70)
+    assert tables.rename(named).tolist() == [1, 2]
+    assert named.tolist() == [cell_of(tables, 1, 2, 49), -1, -1, 1 << 19]
+    later = cell_of(tables, 1, 0, 35)
+    assert (tables.prev[later], tables.own[later]) == (cell_of(tables, 1, 2, 34), 7.0)
+    unknown = cell_of(tables, 1, 1, 35)
+    assert tables.prev[unknown] == -1
+    assert np.isnan(tables.own[unknown])
+    assert tables.rename(named).tolist() == []  # once is enough

@@ -788,6 +788,34 @@ def test_a_window_of_ranks_that_come_back_is_no_evidence() -> None:
     assert all(known[s] for s in range(62, 75))
 
 
+def test_own_times_are_right_in_the_window_in_which_the_tables_grow() -> None:
+    """A node is silent for longer than the tables hold. When its ranks come, the others' previous
+    operations, whose waits are taken off, are in another place."""
+    own = noisy(np.random.default_rng(6), 1400, 4, mean_ms=5)
+    own[:, 1] = own[:, 1] * 6 // 5
+    job = simulate(own, evidence=3, nodes=2, transfer=MS)
+    start = int(job.arrival.min())
+    engine = Engine(SMALL, boot_id=BOOT)
+    held: list[pb.Batch] = []
+    known = []
+    for sequence, batch in enumerate(job.batches(), 1):
+        batch.sequence, batch.boot_id = sequence, BOOT
+        if batch.node == "node-0":
+            held.append(batch)
+            if batch.end_ns - start < 4500 * MS:
+                continue
+        ready, held = ([batch], held) if batch.node != "node-0" else (held, [])
+        for each in ready:
+            data = each.SerializeToString()
+            engine.apply(decode(data, received_ns=batch.end_ns + 50 * MS))
+        ratio = engine.snapshot(batch.end_ns / 1e9).ranks.straggler_ratio
+        if not np.isnan(ratio).any():
+            known.append(ratio)
+    assert engine.tables.counts.grown >= 1
+    # Without durations the transfer is a part of it.
+    assert known[0] == pytest.approx([1, 7 / 6, 1, 1], abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("outcome", "seconds", "kept"),
     [(panes.MISSING, 5, True), (panes.SCORED, 5, False), (panes.SCORED, 60, True)],
