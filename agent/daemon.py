@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lanterne.agent import memory, parts, privileges
-from lanterne.agent.comms import Registry
-from lanterne.agent.config import AgentConfig
+from lanterne.agent.comms import QUARANTINE_ROUNDS, Registry
+from lanterne.agent.config import AgentConfig, Window
 from lanterne.agent.encode import Head
 from lanterne.agent.errors import AgentError
 from lanterne.agent.events import Rules
@@ -105,7 +105,7 @@ class Agent:
             ),
             Head(config.node.name, epoch, version(), boot_id),
             time.monotonic_ns(),
-            grace_ns=int(config.window.group_grace_seconds * 1e9),
+            grace_ns=_grace_ns(config.window),
             kernels=self._uprobes,
         )
         self._sources = Sources(
@@ -391,3 +391,10 @@ class Agent:
         if self._uprobes is not None:
             self._uprobes.close()
         log.info("agent stopped")
+
+
+def _grace_ns(window: Window) -> int:
+    """How long a group is held. In windows, too: the slot of a communicator that has ended is given
+    away after QUARANTINE_ROUNDS of them."""
+    seconds = min(window.group_grace_seconds, QUARANTINE_ROUNDS / 2 * window.seconds)
+    return int(seconds * 1e9)
