@@ -427,14 +427,12 @@ class Engine:
         stats = kinds.kind_stats(blocks)
         spans, outcome = self.window.closed.span_ns, self.window.closed.outcome
         timed = outcome[:, w.SCORED] + outcome[:, w.CLOCK]
-        # Of ranks that come back: what the others did meanwhile was held against some of them only.
-        whole = 2 * outcome[:, w.MISSING] < outcome.sum(axis=1)
         self.registry.restarted += self.joining.doubtful(self._now_ns)
         observed = []
         for number, slot in enumerate(self.registry.slots):
             if slot is None:
                 continue
-            if number in stats and self.window.closed.evidence[number].any() and whole[number]:
+            if number in stats and self.window.closed.evidence[number].any():
                 observed.append(
                     verdicts.Observed(
                         slot=number,

@@ -759,13 +759,19 @@ def test_rank_claimed_by_two_processes_is_a_conflict() -> None:
     assert engine.snapshot(0.0).ingest["dropped_rank_conflict"] == 2
 
 
-def test_a_window_of_ranks_that_come_back_is_no_evidence() -> None:
+@pytest.mark.parametrize("slow", [(), (1,), (2,)])
+def test_ranks_that_come_back_are_judged_in_the_window_in_which_they_do(
+    slow: tuple[int, ...],
+) -> None:
     """Half of the ranks are silent for 40 s; then all that they did meanwhile comes at once."""
     own = noisy(np.random.default_rng(5), 1600, 4, mean_ms=45)
+    own[:, slow] = own[:, slow] * 6 // 5
+    expected = [57 / 48 if rank in slow else 1 for rank in range(4)]
     job = simulate(own, evidence=3, nodes=2, transfer=3 * MS)
     start = int(job.arrival.min())
     engine = Engine(SMALL, boot_id=BOOT)
-    known: dict[int, bool] = {}
+    ratios: dict[int, npt.NDArray[np.float64]] = {}
+    who: dict[int, list[int]] = {}
     held: list[pb.Batch] = []
     sequence = 0
     for batch in job.batches():
@@ -781,11 +787,16 @@ def test_a_window_of_ranks_that_come_back_is_no_evidence() -> None:
             data = each.SerializeToString()
             engine.apply(decode(data, received_ns=batch.end_ns + 50 * MS))
         if batch.node == "node-1":
-            ranks = engine.snapshot(batch.end_ns / 1e9).ranks
-            known[second] = not np.isnan(ranks.straggler_ratio).any()
-    assert known[17]
-    assert not any(known[s] for s in range(28, 60))  # nor in the window that the backlog falls in
-    assert all(known[s] for s in range(62, 75))
+            snapshot = engine.snapshot(batch.end_ns / 1e9)
+            ratios[second] = snapshot.ranks.straggler_ratio
+            who[second] = [rank for rank, _ in named(snapshot)]
+    assert np.isnan(ratios[50]).all()
+    assert who[50] == []
+    back = min(s for s in ratios if s > 52 and not np.isnan(ratios[s]).any())
+    assert back < 62
+    for second in range(back, 75):
+        assert ratios[second] == pytest.approx(expected, abs=0.03)
+        assert who[second] == list(slow)
 
 
 def test_own_times_are_right_in_the_window_in_which_the_tables_grow() -> None:
