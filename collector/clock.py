@@ -101,7 +101,10 @@ class NodeClock:
         rtts = np.array([s[2] for s in self._samples], dtype=np.float64)
         best = int(np.argmin(rtts))
         shortest = float(rtts[best])
-        good = rtts <= 1.5 * shortest + 20_000
+        # As many as a fit needs at least: one lucky exchange alone would decide for as long as it
+        # is remembered, and be wrong by the drift of all that time.
+        enough = float(np.sort(rtts)[:FIT_SAMPLES][-1])
+        good = rtts <= max(1.5 * shortest + 20_000, enough)
         span = int(times[good].max() - times[good].min())
         if int(good.sum()) < FIT_SAMPLES or span < FIT_SPAN_NS:
             return int(times[best]), float(offsets[best]), 0.0, shortest / 2, DRIFT_UNKNOWN
@@ -117,4 +120,4 @@ class NodeClock:
         residual = y - mean - slope * x
         sigma = math.sqrt(float((residual * residual).sum()) / (len(x) - 2))
         slope_error = 2 * sigma / math.sqrt(sxx)
-        return reference, float(offsets[best]) + mean, slope, shortest / 2, slope_error
+        return reference, float(offsets[best]) + mean, slope, enough / 2, slope_error

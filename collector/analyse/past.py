@@ -191,8 +191,10 @@ def _small_squares(x: F32) -> F64:
     """Variance over the last axis, from the smaller squares: a single step does not count."""
     ordered = np.sort(x.astype(np.float64) ** 2, axis=-1)  # NaN last
     count = x.shape[-1] - np.isnan(ordered).sum(axis=-1)
-    kept = np.ceil(KEEP * count).astype(np.int64)
-    total = np.where(np.arange(x.shape[-1]) < kept[..., None], ordered, 0.0).sum(axis=-1)
+    kept = KEEP * count
+    # The last of them in part: whole ones alone would be up to twice too much where few are known.
+    part = np.clip(kept[..., None] - np.arange(x.shape[-1]), 0.0, 1.0)
+    total = (np.where(np.isnan(ordered), 0.0, ordered) * part).sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         variance: F64 = total / kept / OF_KEPT
     return variance

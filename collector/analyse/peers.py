@@ -23,8 +23,9 @@ class Groups:
     """Rows 0 .. M-1 in groups; values are [S, M], any number S of statistics at once."""
 
     def __init__(self, group: I64) -> None:
-        """group: [M] any number that names the row's group."""
+        """group: [M] any number that names the row's group, kept as `of`."""
         self.rows = len(group)
+        self.of = group
         order = np.argsort(group, kind="stable")
         _, start, count = np.unique(group[order], return_index=True, return_counts=True)
         self._parts: list[tuple[I64, Bool]] = []  # row numbers [G, width] and which are real

@@ -1,8 +1,9 @@
 """Which ranks look slow at the end of a window, by which comparison, and how clearly.
 
 Every test is made for three statistics of the own times (median, mean, upper quantile) and over the
-last 2, 5 and 12 windows. A rank is suspected where its excess is large (the ratio), outside its
-peers' spread (the score of `straggler`) and outside the noise over so many windows (`past`).
+last 2, 5, 8 and 12 windows. A rank is suspected where its excess is large (the ratio), outside its
+peers' spread (the score of `straggler`) and outside the noise over so many windows (`past`), which
+may be less where many ranks stand out at once (`together`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lanterne.collector.analyse import straggler
+from lanterne.collector.analyse import straggler, together
 from lanterne.collector.analyse.past import STATISTICS, Past
 from lanterne.collector.analyse.peers import Groups
 
@@ -23,9 +24,9 @@ Bool = npt.NDArray[np.bool_]
 
 NO_METHOD, PEERS, OWN_HISTORY, INTERMITTENT, DRIFT = range(5)  # snapshot.METHODS
 
-HORIZONS = (2, 5, 12)  # windows
+HORIZONS = (2, 5, 8, 12)  # windows
 NOISIER = np.array([1.0, 1.0, 1.4])[:, None]  # of each statistic, beside a median's
-MIDDLE_COSTS = 1.1  # standard deviation of the middle windows' mean over that of all
+MIDDLE_COSTS = 1.05  # standard deviation of the middle windows' mean over that of all
 MEDIAN_COSTS = np.pi / 2  # variance of a median over that of a mean
 HITS, STRETCHES, LATELY, OF_WINDOWS = 4, 3, 4, 12
 ENOUGH_PEERS = 15
@@ -119,7 +120,8 @@ def examine(
         of_peers = np.where(peers >= ENOUGH_PEERS, least, math.log(straggler.RATIO))
         with np.errstate(invalid="ignore", divide="ignore"):
             still = newest >= least  # or it is over
-            by_peers = still & ((peers >= 2) | elsewhere) & (apart >= of_peers) & (apart >= allowed)
+            by_peers = still & ((peers >= 2) | elsewhere) & (apart >= of_peers)
+            by_peers &= together.beyond(apart / allowed, groups.of, peers >= ENOUGH_PEERS)
             if by_peers.any():
                 full = apart >= math.log(straggler.RATIO)
                 by_peers &= np.where(
@@ -133,7 +135,8 @@ def examine(
                 found.add(by_peers, PEERS, horizon, apart, apart / allowed)
             rise = apart - usual
             beside = np.sqrt(allowed**2 + unsure * noise.allowed(1) ** 2)
-            by_history = (newest - usual >= least) & (rise >= least) & (rise >= beside)
+            by_history = (newest - usual >= least) & (rise >= least)
+            by_history &= together.beyond(rise / beside, groups.of, peers >= ENOUGH_PEERS)
             by_history &= own - usual_own >= rise / 2  # or it is the peers that got faster
             if by_history.any():
                 by_history &= outside(rise, groups, straggler.SCORE, straggler.FLOOR)

@@ -69,6 +69,21 @@ def test_drift_is_followed() -> None:
     assert estimate.error_ns < 150 * US  # without the fit 50 ppm of unknown drift add up
 
 
+def test_one_lucky_exchange_does_not_decide_for_minutes() -> None:
+    rng = np.random.default_rng(2)
+    clock, drift = NodeClock(), 50e-6
+    clock.add(exchange(S, offset=1e10, out=10 * US, back=10 * US, drift=drift))
+    for i in range(1, WINDOW - 1):
+        out, back = 50 * US + rng.exponential(500 * US, 2).astype(int)
+        clock.add(exchange(S + i * 5 * S, offset=1e10, out=int(out), back=int(back), drift=drift))
+    later = 315 * S
+    estimate = clock.estimate(int(later - 1e10 - drift * (later - S)))
+    assert estimate is not None
+    truth = 1e10 + drift * (later - S)
+    assert abs(estimate.offset_ns - truth) <= estimate.error_ns
+    assert estimate.error_ns < 1000 * US  # by its age it would be 15 ms
+
+
 def test_unknown_drift_widens_the_error() -> None:
     clock = NodeClock()
     o = exchange(S, offset=0, out=10 * US, back=10 * US)

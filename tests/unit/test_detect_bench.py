@@ -179,6 +179,14 @@ def test_where_a_baseline_is_ahead_it_is_named() -> None:
     assert "z_score" in text
 
 
+def test_a_false_alarm_in_one_of_the_days_breaks_the_promise() -> None:
+    days = [{"noise": n, "ranks": 64, "hours": 24.0, "events": e} for n, e in (("a", 0), ("b", 2))]
+    (floor,) = summary.floor_of_days(days)
+    assert (floor["value"], floor["holds"], floor["by_size"]) == (2, False, {64: 2})
+    assert summary.floor_of_days(days[:1])[0]["holds"]
+    assert summary.floor_of_days([]) == []
+
+
 def test_a_plot_is_xml_and_has_every_series() -> None:
     series = {"ours & <b>": [(0.5, 0.4, 0.6), None], "other": [(1.0, 0.9, 1.0), (0.0, 0.0, 0.1)]}
     root = ET.fromstring(plots.lines("t", "x", "y", ["a", "b"], series))

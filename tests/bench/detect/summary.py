@@ -147,6 +147,27 @@ def floors(results: Sequence[Result]) -> list[dict[str, Any]]:
     return found
 
 
+def floor_of_days(days: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """No name at all in a day without a fault, whatever the noise; nothing where no day was run."""
+    if not days:
+        return []
+    by_size: dict[int, float] = {}
+    for day in days:
+        by_size[day["ranks"]] = by_size.get(day["ranks"], 0.0) + day["events"]
+    holds = not any(by_size.values())
+    return [
+        {
+            "what": "days without a fault: false",
+            "limit": 0.0,
+            "side": "most",
+            "value": sum(by_size.values()),
+            "by_size": by_size,
+            "holds": holds,
+            "every_size": holds,
+        }
+    ]
+
+
 def _value(results: Sequence[Result], measure: str) -> float | None:
     if not results:
         return None
@@ -196,7 +217,7 @@ def build(
         "runs": len(results),
         "simulated_hours": sum(s[OURS].seconds for _, s in results) / 3600,
         "detectors": [OURS, *baselines.NAMES],
-        "floors": floors(results),
+        "floors": floors(results) + floor_of_days(days),
         "cells": by_kind,
         "by_size": cells(of_rank, lambda c: (c.size, c.slowdown), ("size", "slowdown")),
         "by_noise": cells(of_rank, lambda c: (c.noise, c.slowdown), ("noise", "slowdown")),
