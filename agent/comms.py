@@ -36,7 +36,7 @@ from lanterne.agent.process import Processes
 from lanterne.agent.structure import MAX_RANKS
 from lanterne.probes.layout import CommFlag, CommKind
 
-QUARANTINE_ROUNDS = 8  # windows; more than windows' patience
+QUARANTINE_ROUNDS = 8  # windows; more than windows' patience, and than a group is held
 
 
 class RasAnswer(Protocol):
@@ -102,7 +102,6 @@ class Registry:
         self._complete = np.zeros(self.rows, np.bool_)
         self._expert = np.zeros(self.rows, np.bool_)
         self.evicted = 0
-        self.failed_inits = 0
         self.without_slot = 0  # operations with no row to go to
 
     # -- life -------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class Registry:
         elif kind in (CommKind.FINALIZE, CommKind.REVOKE):
             return  # the pointer stays valid until destroy or abort
         elif int(event["rc"]) not in (0, 7):
-            self.failed_inits += 1
+            self._creations.lost["failed"] += 1
         else:
             self._create(event, kind, tgid, pointer, time_ns)
 
@@ -148,6 +147,8 @@ class Registry:
             self._born(event, pointer, *origin, time_ns)
         elif int(event["flags"]) & CommFlag.PENDING and int(event["slot"]):
             self._creations.add(event, call, origin)
+        else:
+            self._creations.lost["no_pointer"] += 1
 
     def _parent_of(
         self, event: np.void, kind: int, tgid: int, time_ns: int
@@ -174,6 +175,7 @@ class Registry:
         self._end(tgid, pointer, time_ns)
         comm = self._new(tgid, pointer, time_ns)
         if comm is None:
+            self._creations.lost["no_room"] += 1
             return
         comm.complete, comm.born_ns = True, time_ns
         if kind == CommKind.CONNECT:
@@ -226,7 +228,7 @@ class Registry:
 
     def forget_processes(self, pids: Iterable[int], now_ns: int) -> None:
         """Of processes that have ended: their pids may come back as something else."""
-        gone = set(pids) & ({tgid for tgid, _ in self._by_key} | set(self._facts))
+        gone = set(pids) & (self.pids() | set(self._facts) | self._creations.pids())
         if not gone:
             return
         for tgid, pointer in [key for key in self._by_key if key[0] in gone]:
@@ -472,9 +474,9 @@ class Registry:
         return CommTable(self._n_ranks, self._rank, self._resolved, self._complete, self._expert)
 
     @property
-    def pending_dropped(self) -> int:
-        """Creations whose pointer never came."""
-        return self._creations.dropped
+    def creations_lost(self) -> dict[str, int]:
+        """Calls that should have made a communicator, and none is known of them, by reason."""
+        return dict(self._creations.lost)
 
     @property
     def unresolved(self) -> int:

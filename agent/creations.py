@@ -6,7 +6,7 @@ telling comes, the variable that receives the pointer is read in the process unt
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Creations:
         self._processes = processes
         self._pending: deque[Pending] = deque()
         self._calls: dict[Call, Origin] = {}
-        self.dropped = 0
+        self.lost: Counter[str] = Counter()  # creations that led to no communicator, by reason
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -61,12 +61,17 @@ class Creations:
     def add(self, event: np.void, call: Call, origin: Origin) -> None:
         if len(self._pending) >= MAX_PENDING:
             self._pending.popleft()
-            self.dropped += 1
+            self.lost["too_many"] += 1
         self._pending.append(Pending(event.copy(), call, *origin))
 
     def forget(self, pids: Iterable[int]) -> None:
         gone = set(pids)
-        self._pending = deque(p for p in self._pending if p.call[0] not in gone)
+        left = deque(p for p in self._pending if p.call[0] not in gone)
+        self.lost["process_ended"] += len(self._pending) - len(left)
+        self._pending = left
+
+    def pids(self) -> set[int]:
+        return {p.call[0] for p in self._pending}
 
     def stored(self, now_ns: int) -> list[tuple[int, Pending]]:
         """(pointer, creation) of those whose pointer is there by now; tries again what is due."""
@@ -86,5 +91,5 @@ class Creations:
             if pending.attempts < MAX_ATTEMPTS:
                 self._pending.append(pending)
             else:
-                self.dropped += 1
+                self.lost["no_pointer"] += 1
         return found

@@ -27,6 +27,8 @@ SOURCES = ("uprobes", "nvml", "host")
 LIBRARY_STATES = ("attached", "failed", "nothing_to_probe")
 LIBRARY_KINDS = ("nccl", "gloo", "cuda", "deepep", "nccl_ep", "parcagpu", "profiler", "torch")
 DROP_REASONS = ("queue_full", "refused", "too_large", "spool_full", "spool_damaged")
+# agent.creations; no_pointer: the variable for it was empty for 16 s, or cannot be read.
+CREATION_REASONS = ("failed", "no_pointer", "too_many", "no_room", "process_ended")
 # agent.kernels: malformed, clock, process, name and window_full are in no stage time either.
 KERNEL_REASONS = (
     "sampled", "lost", "unchecked", "order", "communicator", "unplaced", "plugin", "held",
@@ -48,6 +50,8 @@ class AgentState:
     comms: int = 0
     comms_unresolved: int = 0
     comms_evicted: int = 0
+    comm_events: int = 0
+    comm_creations_lost: Mapping[str, int] = field(default_factory=dict)  # by reason
     operations_unresolved: int = 0
     groups_forced: int = 0
     device_operations: int = 0
@@ -71,9 +75,12 @@ class AgentState:
     batches_sent: int = 0
     batches_resent: int = 0
     batches_acked: int = 0
+    batches_duplicate: int = 0
+    batches_postponed: int = 0
     batches_dropped: Mapping[str, int] = field(default_factory=dict)
     spool: SpoolState | None = None  # None: there is none
     connects: int = 0
+    connection_failures: int = 0
     connected: bool = False
     queue_batches: int = 0
     queue_bytes: int = 0
@@ -101,6 +108,11 @@ _COUNTERS = (
         "orphan_returns",
     ),
     (
+        "lanterne_agent_comm_events",
+        "Creations, first uses and ends of communicators read from their ring.",
+        "comm_events",
+    ),
+    (
         "lanterne_agent_comms_evicted",
         "Communicators forgotten because there were more than the configured bound.",
         "comms_evicted",
@@ -112,7 +124,7 @@ _COUNTERS = (
     ),
     (
         "lanterne_agent_groups_forced",
-        "Open groups of sends and receives that were closed early for lack of room.",
+        "Open groups of calls that were closed early for lack of room.",
         "groups_forced",
     ),
     (
@@ -159,7 +171,49 @@ _COUNTERS = (
     ("lanterne_agent_batches_sent", "Batches sent for the first time.", "batches_sent"),
     ("lanterne_agent_batches_resent", "Batches sent again.", "batches_resent"),
     ("lanterne_agent_batches_acked", "Batches that the collector has.", "batches_acked"),
+    (
+        "lanterne_agent_batches_duplicate",
+        "Batches that the collector acknowledged and had already.",
+        "batches_duplicate",
+    ),
+    (
+        "lanterne_agent_batches_postponed",
+        "Batches that the collector asked to be sent again later.",
+        "batches_postponed",
+    ),
     ("lanterne_agent_collector_connects", "Connections that a collector answered.", "connects"),
+    (
+        "lanterne_agent_collector_failures",
+        "Connections that could not be made, or broke off.",
+        "connection_failures",
+    ),
+)
+# name, help, reasons that are known, field of AgentState
+_BY_REASON = (
+    (
+        "lanterne_agent_events_lost",
+        "Records that never reached the agent.",
+        LOST_REASONS,
+        "events_lost",
+    ),
+    (
+        "lanterne_agent_comm_creations_lost",
+        "Calls that should have made a communicator, and none is known of them.",
+        CREATION_REASONS,
+        "comm_creations_lost",
+    ),
+    (
+        "lanterne_agent_batches_dropped",
+        "Batches that no collector has.",
+        DROP_REASONS,
+        "batches_dropped",
+    ),
+    (
+        "lanterne_agent_kernels_left_out",
+        "GPU kernels that parcagpu told of and that stand for no operation, or for nothing.",
+        KERNEL_REASONS,
+        "kernels_left_out",
+    ),
 )
 _GAUGES = (
     ("lanterne_agent_comms", "Communicators followed now.", "comms"),
@@ -246,32 +300,18 @@ class AgentCollector(Collector):
 
 
 def _labelled(state: AgentState) -> Iterator[Metric]:
-    lost = CounterMetricFamily(
-        "lanterne_agent_events_lost", "Records that never reached the agent.", labels=["reason"]
-    )
-    for reason in dict.fromkeys((*LOST_REASONS, *state.events_lost)):
-        lost.add_metric([reason], state.events_lost.get(reason, 0))
-    yield lost
-    dropped = CounterMetricFamily(
-        "lanterne_agent_batches_dropped", "Batches that no collector has.", labels=["reason"]
-    )
-    for reason in dict.fromkeys((*DROP_REASONS, *state.batches_dropped)):
-        dropped.add_metric([reason], state.batches_dropped.get(reason, 0))
-    yield dropped
-    left_out = CounterMetricFamily(
-        "lanterne_agent_kernels_left_out",
-        "GPU kernels that parcagpu told of and that stand for no operation, or for nothing.",
-        labels=["reason"],
-    )
-    for reason in dict.fromkeys((*KERNEL_REASONS, *state.kernels_left_out)):
-        left_out.add_metric([reason], state.kernels_left_out.get(reason, 0))
-    yield left_out
-    for name, text, label, counts in (
+    for name, text, reasons, key in _BY_REASON:
+        family = CounterMetricFamily(name, text, labels=["reason"])
+        counts = getattr(state, key)
+        for reason in dict.fromkeys((*reasons, *counts)):
+            family.add_metric([reason], counts.get(reason, 0))
+        yield family
+    for name, text, label, taken in (
         ("loads", "Loads of experts that engines told.", "source", state.expert_loads),
         ("loads_refused", "Loads not taken, by cause.", "reason", state.expert_loads_refused),
     ):
         told = CounterMetricFamily(f"lanterne_agent_expert_{name}", text, labels=[label])
-        for value, count in sorted(counts.items()):
+        for value, count in sorted(taken.items()):
             told.add_metric([value], count)
         yield told
     requests = CounterMetricFamily(

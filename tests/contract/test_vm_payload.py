@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,3 +57,23 @@ def test_nothing_is_missing_in_the_guest() -> None:
 @pytest.mark.parametrize("name", [*payload.TESTS])
 def test_what_is_packed_is_there(name: str) -> None:
     assert (ROOT / "tests" / name).exists()
+
+
+def test_what_is_asked_for_travels_with_its_variables(tmp_path: Path) -> None:
+    payload.BUILD.mkdir(parents=True, exist_ok=True)
+    archive, asked = tmp_path / "payload", {"LANTERNE_PARCAGPU": "/lanterne/library"}
+    taken = "docs/index.md"
+    payload.pack(archive, ["-q", "tests/kernel"], conditions=None, take=[taken], environment=asked)
+    with tarfile.open(archive) as packed:
+        names = set(packed.getnames())
+
+        def text(name: str) -> str:
+            file = packed.extractfile(name)
+            assert file is not None
+            return file.read().decode()
+
+        assert text("tests/vm/selection") == "-q\ntests/kernel\n"
+        assert json.loads(text("tests/vm/environment")) == asked
+        assert text(taken) == (ROOT / taken).read_text()
+    assert "site/lanterne/agent/main.py" in names
+    assert "tests/vm/with-doctor" not in names

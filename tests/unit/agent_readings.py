@@ -33,3 +33,4 @@ class Reading:
     rss_bytes: int | None = 99
     memory_pressure_ratio: float | None = 0.0
     cpu_pressure_ratio: float | None = None
+    stopped: bool | None = None

@@ -14,6 +14,7 @@ from agent_arrays import BASE_NS, comm_event, record, records
 
 from lanterne.agent import commhash, identity, structure
 from lanterne.agent.comms import QUARANTINE_ROUNDS, Registry
+from lanterne.agent.creations import MAX_PENDING
 from lanterne.agent.events import NO_SLOT
 from lanterne.agent.identity import MAX_ATTEMPTS, RAS_AFTER, Communicator
 from lanterne.agent.process import Processes
@@ -134,9 +135,10 @@ def test_a_failed_init_makes_nothing(host: Host) -> None:
     found = registry(host)
     found.apply(init(rc=5))
     assert found.alive() == []
-    assert found.failed_inits == 1
+    assert found.creations_lost == {"failed": 1}
     found.apply(init(rc=7))  # ncclInProgress is no failure
     assert len(found.alive()) == 1
+    assert found.creations_lost == {"failed": 1}
 
 
 def test_older_communicators_are_read_from_memory_at_first_use(host: Host) -> None:
@@ -298,19 +300,55 @@ def test_a_pending_pointer_is_read_when_it_is_there(host: Host) -> None:
     assert only(found).complete
 
 
+def pending(slot: int, **fields: object) -> np.ndarray:  # type: ignore[type-arg]
+    return init(0, slot=slot, flags=CommFlag.ID | CommFlag.RANK | CommFlag.PENDING, **fields)
+
+
+def test_a_pointer_that_never_comes_is_a_creation_lost(host: Host) -> None:
+    found = registry(host)
+    found.apply(pending(0x50))
+    found.apply(pending(0, tid=11))  # nobody knows where its pointer would be
+    assert (found.unresolved, found.creations_lost) == (1, {"no_pointer": 1})
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        found.resolve(BASE_NS + attempt * 60 * SECOND)
+    assert (found.unresolved, found.creations_lost) == (0, {"no_pointer": 2})
+
+
+def test_creations_that_wait_are_bounded_and_the_oldest_is_lost(host: Host) -> None:
+    found = registry(host)
+    for number in range(MAX_PENDING + 3):
+        found.apply(pending(0x50 + 8 * number, time_ns=BASE_NS + number))
+    assert (found.unresolved, found.creations_lost) == (MAX_PENDING, {"too_many": 3})
+    host.write(10, 0x50, struct.pack("<4Q", 0x1000, 0x2000, 0x3000, 0x4000))
+    found.resolve(BASE_NS + 10 * SECOND)
+    assert [comm.pointer for comm in found.alive()] == [0x4000]
+
+
+def test_a_creation_whose_process_ends_is_lost(host: Host) -> None:
+    """It has made no communicator before, so that nothing else is known of it."""
+    host.process(11)
+    found = registry(host)
+    found.apply(pending(0x50, tgid=11))
+    found.forget_processes([10], BASE_NS)
+    assert (found.unresolved, found.creations_lost.get("process_ended", 0)) == (1, 0)
+    found.forget_processes([11], BASE_NS)
+    assert (found.unresolved, found.creations_lost["process_ended"]) == (0, 1)
+
+
 def test_a_creation_told_twice_counts_once(host: Host) -> None:
     found = registry(host)
     found.apply(init())
     expected = commhash.split_hash(NEW_HASH, 1, 5, 22809)
     host.structure(10, 0x9000, comm_hash=expected, rank=1, n_ranks=2)
-    pending = split(0, 5, time_ns=BASE_NS + 1, slot=0x50, flags=CommFlag.PENDING)
-    found.apply(records(pending, split(0x9000, 5, time_ns=BASE_NS + 1, slot=0x50)))
+    early = split(0, 5, time_ns=BASE_NS + 1, slot=0x50, flags=CommFlag.PENDING)
+    found.apply(records(early, split(0x9000, 5, time_ns=BASE_NS + 1, slot=0x50)))
     found.apply(split(0x9000, 5, time_ns=BASE_NS + 1, slot=0x50))
     host.write(10, 0x50, struct.pack("<Q", 0x9000))
     found.resolve(BASE_NS + 10 * SECOND)
     assert [comm.pointer for comm in found.alive()] == [0x1000, 0x9000]
     assert found.alive()[1].identity == identity.DERIVED
     assert found.unresolved == 0
+    assert not any(found.creations_lost.values())
 
 
 def test_gloo_is_named_by_store_and_prefix(host: Host) -> None:
@@ -545,6 +583,13 @@ def test_without_any_room_operations_are_counted(host: Host) -> None:
     slots = found.assign(rows)
     assert int((slots == NO_SLOT).sum()) == found.without_slot > 0
     assert len(found.pids()) == 1
+
+
+def test_without_any_room_creations_are_counted(host: Host) -> None:
+    found = registry(host, limit=16)
+    for number in range(found.rows + 5):
+        found.apply(init(0x10000 + number * 16, time_ns=BASE_NS + number))
+    assert found.creations_lost == {"no_room": 5}
 
 
 # -- processes -----------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.vm.image import BUILD, ROOT, command
@@ -21,11 +22,19 @@ TESTS = (
 SOURCES = ("probes/nccl_profiler",)
 
 
-def pack(target: Path, selection: Sequence[str], *, conditions: str | None = "") -> None:
+def pack(
+    target: Path,
+    selection: Sequence[str],
+    *,
+    conditions: str | None = "",
+    take: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """An archive with site/ (the installed packages), tests/ and pyproject.toml.
 
     ``selection``: pytest's arguments. ``conditions``: doctor is tried under those whose names have
-    this in them; None: under none.
+    this in them; None: under none. ``take``: more of the tree, by path. ``environment``: variables
+    of the tests.
 
     The packages are built from a copy: other targets build in the tree itself.
     """
@@ -50,9 +59,11 @@ def pack(target: Path, selection: Sequence[str], *, conditions: str | None = "")
             archive.add(ROOT / "pyproject.toml", "pyproject.toml")
             for name in TESTS:
                 archive.add(ROOT / "tests" / name, f"tests/{name}", filter=_no_caches)
-            for name in SOURCES:
+            for name in (*SOURCES, *take):
                 archive.add(ROOT / name, name, filter=_no_caches)
             archive.add(chosen, "tests/vm/selection")
+            chosen.write_text(json.dumps(dict(environment or {})))
+            archive.add(chosen, "tests/vm/environment")
             if conditions is not None:
                 chosen.write_text(conditions)
                 archive.add(chosen, "tests/vm/with-doctor")

@@ -17,6 +17,7 @@ import tarfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,13 @@ def boot(
     drives: list[str] = []
     for path, options in ((root, "snapshot=on"), (disks[0], "readonly=on"), (disks[1], "")):
         drives += ["-drive", f"file={path},if=virtio,format=raw,{options}".rstrip(",")]
+    words = (f"console={arch.console}", "panic=-1", "mitigations=off", "quiet")
     command = [
         "nice", "-n", "10", arch.qemu, *arch.options, "-accel", "tcg,thread=multi",
         "-smp", "2", "-m", "3072", "-nodefaults", "-nographic", "-no-reboot",
         "-serial", "stdio", *drives,
         "-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd"),
-        "-append", f"console={arch.console} panic=-1 mitigations=off quiet {append}".rstrip(),
+        "-append", " ".join(filter(None, (*words, arch.words, append))),
     ]  # fmt: skip
     deadline = time.monotonic() + limit
     with log.open("wb") as out:
@@ -119,6 +121,8 @@ def collect(outcome: Outcome, disk: Path, folder: Path) -> None:
             archive.extractall(folder, filter="data")
     except tarfile.TarError as error:
         raise VmError(f"the guest has left no results: {error}") from error
+    if not (folder / "guest.json").exists():
+        raise VmError(f"the guest has left no results, see {BUILD}/console-{outcome.machine}.log")
     facts = json.loads((folder / "guest.json").read_text())
     outcome.release, outcome.page_bytes = facts["release"], facts["page_bytes"]
     if (folder / "conditions.json").exists():
@@ -150,13 +154,15 @@ def run(
     *,
     conditions: str | None,
     append: str = "",
+    take: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     outcome = Outcome(machine.name)
     began = time.monotonic()
     archive, results = BUILD / f"{machine.name}.payload", BUILD / f"{machine.name}.results"
     try:
         root, kernel = image.root_image(machine.architecture), image.kernel(machine)
-        payload.pack(archive, selection, conditions=conditions)
+        payload.pack(archive, selection, conditions=conditions, take=take, environment=environment)
         with results.open("wb") as disk:
             disk.truncate(RESULT_BYTES)
         release = (kernel / "release").read_text().strip()
@@ -202,6 +208,8 @@ def main() -> int:
     parser.add_argument("--no-doctor", action="store_true", help="only the tests")
     parser.add_argument("--conditions", default="", help="only those with this in their names")
     parser.add_argument("--append", default="", help="words for the kernel's command line")
+    parser.add_argument("--take", action="append", default=[], help="of the tree, like build/rccl")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the tests")
     parser.add_argument("--build-only", action="store_true", help="make the images and stop")
     parser.add_argument("pytest", nargs="*", help="instead of the usual selection (after --)")
     arguments = parser.parse_args()
@@ -218,9 +226,21 @@ def main() -> int:
             image.kernel(machine)
         return 0
     selection = tuple(arguments.pytest) or SELECTION
+    if wrong := [one for one in arguments.take if not (image.ROOT / one).exists()]:
+        parser.error(f"--take {wrong[0]}: there is no such path in {image.ROOT}")
+    if wrong := [one for one in arguments.env if "=" not in one]:
+        parser.error(f"--env {wrong[0]}: write NAME=VALUE")
     conditions = None if arguments.no_doctor else arguments.conditions
     outcomes = [
-        run(one, selection, arguments.limit, conditions=conditions, append=arguments.append)
+        run(
+            one,
+            selection,
+            arguments.limit,
+            conditions=conditions,
+            append=arguments.append,
+            take=arguments.take,
+            environment=dict(pair.split("=", 1) for pair in arguments.env),
+        )
         for one in machines
     ]
     show(outcomes)

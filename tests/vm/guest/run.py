@@ -35,7 +35,8 @@ def pytest(results: Path) -> int:
         *selection,
     ]  # fmt: skip
     path = f"{HERE}:{os.environ['PYTHONPATH']}"
-    environment = os.environ | {
+    asked = json.loads((HERE.parent / "environment").read_text())
+    environment = os.environ | asked | {
         "LANTERNE_REQUIRE_KERNEL": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path,
     }  # fmt: skip
     return subprocess.run(command, env=environment, check=False).returncode
