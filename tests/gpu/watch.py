@@ -18,6 +18,7 @@ from tests.gpu.runtime import Runtime
 
 NODE = "gpu-check"
 WINDOW_SECONDS = 0.25
+HELD_NS = 10**9  # window.group_grace_seconds
 STREAMS = ("none", "legacy", "per_thread", "named", "unread")  # StreamKind
 COUNTERS = ("launches", "graph_launches", "syncs")
 
@@ -132,13 +133,14 @@ class Watch:
         return [window for window in found if window["end_ns"] > since_ns]
 
     def settled(self, at_ns: int, timeout: float = 20.0) -> Window:
-        """The first window that began after `at_ns`: it tells all that was done before."""
+        """The first window by which all is told that was done before `at_ns`: the newest group of
+        sends and receives is held for a while."""
 
         def later() -> Window | None:
             if self._agent is not None:
                 self._agent.check_alive()
             for window in self.windows(at_ns):
-                if window["start_ns"] >= at_ns:
+                if window["start_ns"] >= at_ns + HELD_NS:
                     return window
             return None
 
