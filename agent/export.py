@@ -57,6 +57,7 @@ class AgentState:
     device_operations: int = 0
     device_unmatched: int = 0
     device_unplaced: int = 0
+    device_waits_left_out: int = 0
     splits_unmatched: int = 0
     kernels: int = 0
     kernel_operations: int = 0
@@ -141,6 +142,11 @@ _COUNTERS = (
         "lanterne_agent_device_unplaced",
         "Of them, replays of graphs left out because not every one was seen from the beginning.",
         "device_unplaced",
+    ),
+    (
+        "lanterne_agent_device_waits_left_out",
+        "Sums of waits for a peer, told by plugins, of communicators or peers that are not known.",
+        "device_waits_left_out",
     ),
     (
         "lanterne_agent_splits_unmatched",

@@ -40,6 +40,7 @@ def page_state(
         device_operations=parts.pipeline.windows.device.operations,
         device_unmatched=parts.pipeline.windows.device.unmatched,
         device_unplaced=parts.pipeline.windows.device.unplaced,
+        device_waits_left_out=parts.pipeline.windows.waits_left_out,
         splits_unmatched=parts.pipeline.windows.splits.unmatched,
         kernels=parts.pipeline.windows.kernels.read,
         kernel_operations=parts.pipeline.windows.kernels.operations,

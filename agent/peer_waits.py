@@ -44,6 +44,16 @@ def of_records(records: Records, slots: U16) -> PeerWaits:
     )
 
 
+def left_out(parts: list[PeerWaits], table: CommTable) -> int:
+    """How many of them `beside` leaves out."""
+    return sum(int((~_known(p.slot, p.peer, table)).sum()) for p in parts)
+
+
+def _known(slot: U16, peer: U32, table: CommTable) -> Bool:
+    known: Bool = table.resolved[slot] & (peer < table.n_ranks[slot])
+    return known
+
+
 def beside(
     traffic: PeerBytes, parts: list[PeerWaits], table: CommTable
 ) -> tuple[PeerBytes, U64, U64]:
@@ -58,7 +68,7 @@ def beside(
         return traffic, receives, wait_ns
     slot = np.concatenate([p.slot for p in parts])
     peer = np.concatenate([p.peer for p in parts])
-    good = table.resolved[slot] & (peer < table.n_ranks[slot])
+    good = _known(slot, peer, table)
     codes = (slot.astype(np.uint64) << np.uint64(32) | peer)[good]
     have = traffic.slot.astype(np.uint64) << np.uint64(32) | traffic.peer
     new = np.setdiff1d(codes, have)

@@ -72,7 +72,9 @@ class Pipeline:
         sums = peer_waits.is_sum(records)
         if sums.any():
             told = sums & (slots != NO_SLOT)
-            self.windows.add_waits(peer_waits.of_records(records[told], slots[told]))
+            waits = peer_waits.of_records(records[told], slots[told])
+            self.windows.waits_left_out += int(sums.sum()) - len(waits)
+            self.windows.add_waits(waits)
             records, slots, trusted = records[~sums], slots[~sums], trusted[~sums]
         placed = slots != NO_SLOT
         self.windows.device.leave_out(int((~placed).sum()))

@@ -92,6 +92,7 @@ class Windows:
         self._parts: list[Operations] = []
         self._peers: list[PeerBytes] = []
         self._waits: list[peer_waits.PeerWaits] = []
+        self.waits_left_out = 0  # of communicators and peers that are not known, or nonsense
         self._held = empty_operations()
         self._waiting: list[tuple[Operations, PeerBytes]] = []  # newest first
         self.unresolved = 0  # operations dropped because their communicator stayed unknown
@@ -168,6 +169,7 @@ class Windows:
         timed_role = np.concatenate([timed_role, told.called_role])
         operations = concatenate([operations, told.replayed])
         role = np.concatenate([role, told.replayed_role])
+        self.waits_left_out += peer_waits.left_out(self._waits, table)
         traffic, receives, wait_ns = peer_waits.beside(traffic, self._waits, table)
         self._waits = []
         window = WindowColumns(

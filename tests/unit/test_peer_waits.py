@@ -73,6 +73,7 @@ def test_unknown_communicators_and_peers_are_left_out() -> None:
     parts = [of((4, 1, 1), (1, 1, 1)), of((1, 1, 1), slot=3)]
     found = told(*peer_waits.beside(empty_peers(), parts, known))
     assert found == {(0, 1): (0, 1, 1)}
+    assert peer_waits.left_out(parts, known) == 2
 
 
 def test_without_waits_nothing_changes() -> None:
@@ -91,6 +92,8 @@ def test_the_whole_way_to_what_the_collector_reads(tmp_path: Path) -> None:
     (comm,) = registry.alive()
     pipe.feed_device(sums((0, 10, 1000), (2, 12, 99), comm_hash=comm.comm_hash))
     pipe.feed_device(sums((2, 1, 1), comm_hash=comm.comm_hash))
+    pipe.feed_device(sums((2, 1, 1), (0, 1, 1), comm_hash=0))  # nobody's
+    pipe.feed_device(sums((2, 0, 1), (9, 1, 1), comm_hash=comm.comm_hash))  # none, and no such peer
     device = pipe.windows.device
     assert device.operations == device.unmatched == 0  # sums are no operations
     ((_, data),) = pipe.close(BASE_NS + 10**9, 1, Context, final=True)
@@ -102,3 +105,4 @@ def test_the_whole_way_to_what_the_collector_reads(tmp_path: Path) -> None:
     pipe.feed(record(seq=9), comm_event(CommKind.INIT)[:0], BASE_NS)
     ((_, data),) = pipe.close(BASE_NS + 2 * 10**9, 1, Context, final=True)
     assert not decode(data).traffic.waits.size  # told once
+    assert pipe.windows.waits_left_out == 4
