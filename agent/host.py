@@ -6,8 +6,9 @@ does not give is None; a process that has ended is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -17,6 +18,8 @@ from lanterne.agent.process import Processes, printable
 COMMAND_LIMIT = 64
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 NANOSECONDS = 1_000_000_000
+
+Content = Callable[[Path], bytes | None]
 
 
 @dataclass(frozen=True)
@@ -87,18 +90,15 @@ class HostReader:
 
     def read(self, pids: Iterable[int]) -> dict[int, ProcessReading]:
         """Readings by pid. A cgroup's file that ranks share is read once."""
-        pressures: dict[Path, float | None] = {}
-        frozen: dict[Path, bool] = {}
+        shared = cache(_content)
         readings = {}
         for pid in pids:
-            reading = self._process(pid, pressures, frozen)
+            reading = self._process(pid, shared)
             if reading is not None:
                 readings[pid] = reading
         return readings
 
-    def _process(
-        self, pid: int, pressures: dict[Path, float | None], frozen: dict[Path, bool]
-    ) -> ProcessReading | None:
+    def _process(self, pid: int, shared: Content) -> ProcessReading | None:
         folder = self._proc / str(pid)
         start_ticks = self._processes.start_ticks(pid)
         if start_ticks is None:
@@ -123,13 +123,13 @@ class HostReader:
             cpu_seconds=times.user + times.system,
             run_queue_seconds=parse_run_queue_seconds(schedstat or b""),
             rss_bytes=memory.rss,
-            memory_pressure_ratio=self._pressure(cgroup, "memory", pressures),
-            cpu_pressure_ratio=self._pressure(cgroup, "cpu", pressures),
-            stopped=stopped or self._frozen(cgroup, frozen),
+            memory_pressure_ratio=self._pressure(cgroup, "memory", shared),
+            cpu_pressure_ratio=self._pressure(cgroup, "cpu", shared),
+            stopped=stopped or self._frozen(cgroup, shared),
         )
 
     def _pressure(
-        self, cgroup: PurePosixPath | None, resource: str, pressures: dict[Path, float | None]
+        self, cgroup: PurePosixPath | None, resource: str, shared: Content
     ) -> float | None:
         """Of the process's own cgroup, else of the host, else None (kernels without PSI)."""
         files = [self._proc / "pressure" / resource]
@@ -137,19 +137,15 @@ class HostReader:
         if cgroup is not None and cgroup.parts:
             files.insert(0, self._cgroups / cgroup / f"{resource}.pressure")
         for file in files:
-            if file not in pressures:
-                pressures[file] = parse_pressure(_content(file) or b"")
-            if pressures[file] is not None:
-                return pressures[file]
+            ratio = parse_pressure(shared(file) or b"")
+            if ratio is not None:
+                return ratio
         return None
 
-    def _frozen(self, cgroup: PurePosixPath | None, frozen: dict[Path, bool]) -> bool:
+    def _frozen(self, cgroup: PurePosixPath | None, shared: Content) -> bool:
         if cgroup is None or not cgroup.parts:
             return False
-        file = self._cgroups / cgroup / "cgroup.events"
-        if file not in frozen:
-            frozen[file] = parse_frozen(_content(file) or b"")
-        return frozen[file]
+        return parse_frozen(shared(self._cgroups / cgroup / "cgroup.events") or b"")
 
 
 def _content(path: Path) -> bytes | None:
