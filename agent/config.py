@@ -9,7 +9,6 @@ variable that does not exist is refused: a misspelt setting must not be silently
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import socket
@@ -405,5 +404,7 @@ def _allowed(hint: object) -> str:
 
 
 def _nearest(word: str, known: object) -> str:
+    import difflib  # for typing errors only: every agent would keep it in memory
+
     close = difflib.get_close_matches(word, list(known), n=1)  # type: ignore[call-overload]
     return f"; did you mean {close[0]}?" if close else ""

@@ -42,6 +42,7 @@ from lanterne.agent.events import (
     payload_bytes,
     rows_of,
 )
+from lanterne.agent.unique import unique
 from lanterne.agent.vectors import PeerBytes, empty_peers, traffic_of, vectors_of
 from lanterne.probes.layout import RECORD, Flag, Func
 
@@ -149,7 +150,7 @@ def _untangled(records: Records, slots: U16) -> tuple[Records, U16]:
     key = (slots.astype(np.uint64) << np.uint64(32)) | records["group"]
     starts = _starts(records, slots)
     runs = key[starts][records["group"][starts] != 0]
-    if len(np.unique(runs)) == len(runs):
+    if len(unique(runs)) == len(runs):
         return records, slots  # no group is in pieces
     grouped = np.flatnonzero(records["group"])
     _, first, number = np.unique(key[grouped], return_index=True, return_inverse=True)

@@ -21,6 +21,7 @@ from lanterne.agent.events import (
     empty_operations,
 )
 from lanterne.agent.kernel_rows import Owner, Process, take
+from lanterne.agent.unique import unique
 from lanterne.probes.layout import Func
 
 NUMBERS_FROM = 1 << 24  # above those of calls, and of the plugin's replays
@@ -36,6 +37,12 @@ _KIND_OF_CALL[
 ] = _P2P  # fmt: skip
 
 Placed = tuple[Operations, U8, Operations, U8]
+NOTHING: Placed = (
+    empty_operations(),
+    np.empty(0, np.uint8),
+    empty_operations(),
+    np.empty(0, np.uint8),
+)
 
 
 class Places:
@@ -49,7 +56,8 @@ class Places:
         self._called = np.zeros((slots, _FUNCS), np.bool_)
         self._partial = np.zeros(slots, np.bool_)  # groups of sends that are no all-to-all
         self._uneven = np.zeros(slots, np.bool_)  # all-to-alls of different sizes
-        self._active = np.full((slots, _FUNCS), -ACTIVE_ROUNDS - 1, np.int64)
+        # Zeros: no page of it is there before a kernel of the slot is told.
+        self._told_before = np.zeros((slots, _FUNCS), np.int64)  # round
         self._numbers = np.zeros((slots, 2), np.int64)
         self._replaying: set[int] = set()
         self.operations = 0
@@ -63,7 +71,7 @@ class Places:
         """Before slots are used for other communicators."""
         self._called[slots] = False
         self._partial[slots] = self._uneven[slots] = False
-        self._active[slots] = -ACTIVE_ROUNDS - 1
+        self._told_before[slots] = 0
         self._numbers[slots] = 0
         for slot in slots.tolist():
             owner = self.owners.pop(slot, None)
@@ -89,6 +97,8 @@ class Places:
     def place(self, rows: np.ndarray, since_ns: int, covered: Bool, round_: int) -> Placed:
         """-> replays with their roles, called ones with theirs (see `kernels.Told`)."""
         self._round = round_
+        if not len(rows):
+            return NOTHING
         slot = self._slots(rows)
         self._left_out["communicator"] += int((slot < 0).sum())
         rows, slot = take(rows, slot >= 0), slot[slot >= 0]
@@ -106,10 +116,10 @@ class Places:
         self._left_out["order"] += int((~in_order).sum())
         rows, slot = take(rows, in_order), slot[in_order]
         self.operations += len(rows)
-        self._active[slot, _KIND_OF_CALL[rows["func"]]] = self._round
+        self._told_before[slot, _KIND_OF_CALL[rows["func"]]] = round_ + ACTIVE_ROUNDS + 1
         operations = self._as_operations(rows, slot)
         graph = rows["graph"]
-        self._replaying.update(np.unique(rows["tgid"][graph]).tolist())
+        self._replaying.update(unique(rows["tgid"][graph]).tolist())
         role = rows["role"].copy()
         return operations.take(graph), role[graph], operations.take(~graph), role[~graph]
 
@@ -138,7 +148,7 @@ class Places:
     def _in_order(self, rows: np.ndarray, slot: I64) -> Bool:
         """Not those of a process of which a kernel came after a later one had its number."""
         fine = np.ones(len(rows), np.bool_)
-        for number in np.unique(slot).tolist():
+        for number in unique(slot).tolist():
             mine = slot == number
             process = self._processes.get(int(rows["tgid"][mine][0]))
             if process is None:
@@ -196,6 +206,6 @@ class Places:
     def replaced(self, operations: Operations) -> Bool:
         """Calls in whose place kernels are sent."""
         kind = _KIND_OF_CALL[operations.op]
-        told = self._round - self._active[operations.slot, kind] <= ACTIVE_ROUNDS
+        told = self._round < self._told_before[operations.slot, kind]
         told &= (operations.evidence != DEVICE) & ((operations.flags & CAPTURED) == 0)
         return told

@@ -38,6 +38,7 @@ from lanterne.agent.kernel_names import NO_OPERATION, OTHER, Kind, kind_of
 from lanterne.agent.kernel_places import Places
 from lanterne.agent.kernel_rows import CODES, ROW, Facts, Process, join, take
 from lanterne.agent.stages import StageColumns, columns
+from lanterne.agent.unique import unique
 
 MAX_ROWS = 1 << 18  # kernels of one window
 MAX_KINDS = 1 << 15  # different names
@@ -117,7 +118,7 @@ class Kernels:
         room = max(0, MAX_ROWS - self._rows)
         if int(keep.sum()) > room:
             beyond = np.flatnonzero(keep)[room:]
-            self._break(np.unique(records["tgid"][beyond]).tolist(), "window_full")
+            self._break(unique(records["tgid"][beyond]).tolist(), "window_full")
             self.left_out["window_full"] += len(beyond)
             keep[beyond] = False
         rows = np.zeros(int(keep.sum()), ROW)
@@ -133,7 +134,7 @@ class Kernels:
         self._rows += len(rows)
 
     def _look_for_gaps(self, records: Records) -> None:
-        for tgid in np.unique(records["tgid"]).tolist():
+        for tgid in unique(records["tgid"]).tolist():
             seq = records["seq"][records["tgid"] == tgid].astype(np.int64)
             process = self._processes.get(tgid)
             if process is None:
@@ -180,6 +181,9 @@ class Kernels:
         """Ends a window. ``covered`` [slot]: the profiler plugin tells of it."""
         told = facts.told
         self._places.know(facts.owners)
+        if not (self._parts or len(self._held)):  # on most hosts, always
+            self._round += 1
+            return Told(*self._places.place(self._held, 0, covered, self._round), columns([]))
         rows = join(self._parts)
         self._parts, self._rows = [], 0
         stages = self._stages(rows, told)
@@ -197,7 +201,7 @@ class Kernels:
         ticks = {owner.tgid: owner.start_ticks for owner in self._places.owners.values()}
         found: list[tuple[int, ...]] = []
         column = {n: rows[n].copy() for n in ("tgid", "device", "stage", "start", "stop")}
-        for tgid in np.unique(column["tgid"]).tolist():
+        for tgid in unique(column["tgid"]).tolist():
             mine = np.flatnonzero(column["tgid"] == tgid)
             process = self._processes.get(tgid)
             if process is None or tgid not in ticks:
@@ -216,7 +220,7 @@ class Kernels:
         """Rows before which nothing is missing; those of a window are judged with the next one, for
         the buffers of two streams may come in any order."""
         ready = (rows["round"] < self._round) | final
-        for tgid in np.unique(rows["tgid"]).tolist():
+        for tgid in unique(rows["tgid"]).tolist():
             mine = rows["tgid"] == tgid
             state = told.get(tgid)
             if state is None or not int(state["based"]):

@@ -57,8 +57,9 @@ class Lookup:
         self._owned[slot] = False
 
     def used(self, slots: U16, time_ns: int) -> None:
-        rows = np.flatnonzero(np.bincount(slots, minlength=NO_SLOT + 1)[: len(self._alive)])
-        self._last_used[rows] = time_ns
+        there = np.zeros(NO_SLOT + 1, np.bool_)
+        there[slots] = True
+        self._last_used[there[: len(self._alive)]] = time_ns
 
     def idle_longest(self) -> int:
         """Slot of the live communicator whose last operation is the oldest."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lanterne.agent.events import U16, U32, U64, Bool, CommTable, Records
+from lanterne.agent.unique import unique
 from lanterne.agent.vectors import PeerBytes
 from lanterne.probes.nccl_profiler.usdt import PEER_WAIT
 
@@ -71,7 +72,8 @@ def beside(
     good = _known(slot, peer, table)
     codes = (slot.astype(np.uint64) << np.uint64(32) | peer)[good]
     have = traffic.slot.astype(np.uint64) << np.uint64(32) | traffic.peer
-    new = np.setdiff1d(codes, have)
+    asked = unique(codes)
+    new = asked[~np.isin(asked, have)]
     every = np.concatenate([have, new])
     order = np.argsort(every)
     row = order[np.searchsorted(every, codes, sorter=order)]

@@ -17,6 +17,7 @@ from lanterne.agent.events import NO_SLOT, U16, Records, Rules
 from lanterne.agent.groups import Groups
 from lanterne.agent.kernel_rows import Facts
 from lanterne.agent.origins import UNTOLD, Origins, Sampling, sampling
+from lanterne.agent.unique import unique
 from lanterne.agent.windows import Windows
 from lanterne.probes.layout import RECORD, Func
 from lanterne.probes.nccl_profiler.usdt import OpFlag
@@ -80,7 +81,7 @@ class Pipeline:
         self.windows.device.leave_out(int((~placed).sum()))
         self.windows.device.add(records[placed], slots[placed], trusted[placed])
         replayed = (records["flags"] & np.uint8(OpFlag.GRAPH)) != 0
-        self._replaying.update(np.unique(records["tgid"][replayed & placed & trusted]).tolist())
+        self._replaying.update(unique(records["tgid"][replayed & placed & trusted]).tolist())
 
     def take_replaying(self) -> set[int]:
         """Processes of which replays of graphs have been told since this was last asked."""

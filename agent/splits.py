@@ -81,10 +81,11 @@ class Splits:
         # Of a group with one send it is the peer.
         groups = (operations.op == Func.ALL_TO_ALL_V) & (operations.lane == 1)
         operations = replace(operations, root=np.where(groups, np.int32(-1), operations.root))
-        numbered = self._held["seq"] != _BY_ORDER
-        operations, ordered = self._by_order(operations, self._held[~numbered])
-        operations, numbers = self._by_number(operations, self._held[numbered])
-        self._held = self._young(np.concatenate([ordered, numbers]))
+        if len(self._held):
+            numbered = self._held["seq"] != _BY_ORDER
+            operations, ordered = self._by_order(operations, self._held[~numbered])
+            operations, numbers = self._by_number(operations, self._held[numbered])
+            self._held = self._young(np.concatenate([ordered, numbers]))
         self._waiting = self._young(self._waiting)
         self._round += 1
         return operations
@@ -131,23 +132,27 @@ class Splits:
         """-> and the calls that are left."""
         key = held["slot"] << 32 | held["seq"]
         groups = np.flatnonzero(operations.lane == 1)
+        if not len(groups):
+            return operations, held
         number = operations.slot[groups].astype(np.int64) << 32 | operations.seq[groups]
-        keys, first, times = np.unique(key, return_index=True, return_counts=True)
-        there = np.isin(keys, number)
+        keys, first, which_key, times = np.unique(
+            key, return_index=True, return_inverse=True, return_counts=True
+        )
+        ordered = np.argsort(number, kind="stable")
+        at, there = _partner(keys, number[ordered])
         if not there.any():
             return operations, held
         shared = there & (times > 1)
         self.unmatched += int(times[shared].sum())
         alone = there & (times == 1)
-        ordered = np.argsort(number, kind="stable")
-        which = groups[ordered[np.searchsorted(number[ordered], keys[alone])]]
+        which = groups[ordered[at[alone]]]
         op = operations.op.copy()
         op[which] = Func.ALL_TO_ALL_V
         operations = replace(operations, op=op)
         # What goes into a graph or fails moves nothing now.
         moved = ~operations.error[which] & (operations.flags[which] & np.uint8(CAPTURED) == 0)
         operations = self._told(operations, which[moved], held[first[alone][moved]])
-        return operations, held[~np.isin(key, keys[there])]
+        return operations, held[~there[which_key]]
 
     def _told(self, operations: Operations, which: I64, calls: np.ndarray) -> Operations:
         row, fits = _row_bytes(operations, which, calls)

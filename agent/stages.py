@@ -13,6 +13,7 @@ import numpy as np
 
 from lanterne.agent.events import I64, U8, U32, U64
 from lanterne.agent.kernel_names import COMMUNICATION, Stage
+from lanterne.agent.unique import unique
 
 MAX_DEVICES = 64  # of one process
 
@@ -63,7 +64,7 @@ class Spans:
     ) -> list[tuple[int, ...]]:
         """Of the kernels of one process in a window: rows in the order of StageColumns."""
         found: list[tuple[int, ...]] = []
-        for number in np.unique(device).tolist():
+        for number in unique(device).tolist():
             if number not in self.until and len(self.until) >= MAX_DEVICES:
                 continue
             on = device == number
@@ -82,7 +83,7 @@ class Spans:
                     (pid, ticks, number, what, int(whole), int(pick.sum()), sums, covered, span)
                 )
 
-            for what in np.unique(of).tolist():
+            for what in unique(of).tolist():
                 row(what, of == what)
             compute = ~np.isin(of, COMMUNICATION)
             if compute.any():

@@ -87,6 +87,8 @@ def summarize(
 
 def _token_bytes(operations: Operations, row: I64, n: int) -> U32:
     """Where every operation of a row that carried something tells the same."""
+    if not OF_TOKENS[operations.op].any():
+        return np.zeros(n, np.uint32)
     told = operations.root.astype(np.int64)
     told[~OF_TOKENS[operations.op] | (told < 0)] = 0
     carried = (operations.bytes > 0) & ~operations.error

@@ -15,6 +15,7 @@ import numpy as np
 
 from .elf import ElfFile, Section
 from .errors import ElfError
+from .unique import unique
 
 MAX_SYMBOLS = 1 << 20
 MAX_STRINGS = 48 << 20
@@ -134,7 +135,7 @@ def _resolve(file: ElfFile, name: str, text: bytes, table: np.ndarray) -> Symbol
     if not places:
         return None
     entries = table[np.isin(table["name"], np.array(places, np.uint32))]
-    addresses = np.unique(entries["value"])
+    addresses = unique(entries["value"])
     if len(addresses) != 1:
         return None
     address = int(addresses[0])

@@ -9,7 +9,6 @@ refused by name. The instructions are decoded with pickletools, which executes n
 from __future__ import annotations
 
 import math
-import pickletools
 import re
 import zipfile
 from collections.abc import Callable
@@ -138,6 +137,8 @@ class Machine:
 
     def run(self, data: bytes) -> Any:
         """Raises TorchFileError."""
+        import pickletools  # for those who have such files: every agent would keep it in memory
+
         steps = 0
         try:
             for op, argument, _ in pickletools.genops(data):

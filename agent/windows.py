@@ -36,6 +36,7 @@ from lanterne.agent.roles import UNKNOWN, Roles, classify
 from lanterne.agent.splits import Splits
 from lanterne.agent.stages import StageColumns, columns
 from lanterne.agent.summaries import Summaries, summarize
+from lanterne.agent.unique import unique
 from lanterne.agent.vectors import (
     PeerBytes,
     empty_peers,
@@ -237,7 +238,7 @@ class Windows:
             rows += len(part)
             kept.append((part, part_peers))
         if kept:
-            slots = np.unique(np.concatenate([part.slot for part, _ in kept]))
+            slots = unique(np.concatenate([part.slot for part, _ in kept]))
             kept[0] = (kept[0][0], take_peers(kept[0][1], np.isin(kept[0][1].slot, slots)))
         self._waiting = kept
         return operations.take(known), take_peers(peers, known_peers)
