@@ -25,6 +25,7 @@ PART_LAGS = (1, 2, 4)
 MOST_SHARED = 0.9  # correlation of neighbouring parts
 UPPER = 0.9
 WINSOR = 0.95  # quantile to which rarer, longer own times are cut before averaging
+PAUSES = 2  # of the longest of a window, that say nothing by themselves
 
 
 def before_wait(
@@ -47,7 +48,8 @@ def medians(own: F32) -> tuple[F64, F64, F64, I64]:
     """-> (median, winsorised mean, upper quantile, count) over the last axis, NaN ignored.
 
     The mean and the quantile see what the median cannot, a rank that is slow every fifth or tenth
-    time; the cut keeps one long pause from deciding the mean.
+    time; the cut keeps long pauses from deciding the mean: two at least, or of twenty own times the
+    longest would count in full.
     """
     ordered = np.sort(own, axis=-1)
     count = own.shape[-1] - np.isnan(ordered).sum(axis=-1)
@@ -57,8 +59,9 @@ def medians(own: F32) -> tuple[F64, F64, F64, I64]:
         return np.take_along_axis(ordered, index[..., None], axis=-1)[..., 0].astype(np.float64)
 
     median = (at((some - 1) // 2) + at(some // 2)) / 2
-    upper = at(np.minimum((some * UPPER).astype(np.int64), some - 1))
-    cut = at(np.minimum((some * WINSOR).astype(np.int64), some - 1))
+    last = np.where(some >= straggler.MIN_SAMPLES, some - 1 - PAUSES, some - 1)
+    upper = at(np.minimum((some * UPPER).astype(np.int64), last))
+    cut = at(np.minimum((some * WINSOR).astype(np.int64), last))
     # The cut is at most the last number, so np.fmin also turns NaN into it: taken off again.
     filled = np.fmin(ordered, cut[..., None].astype(np.float32)).sum(axis=-1, dtype=np.float64)
     mean = (filled - cut * (own.shape[-1] - count)) / some

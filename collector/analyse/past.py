@@ -25,6 +25,9 @@ LAGS = (1, 3, 7)
 FEW = 8  # ranks
 NEWEST_FOR_NOISE = 24
 KEEP, OF_KEPT = 0.8, 0.4377  # share of the squares kept, the smallest; their mean for N(0, 1)
+# From so few squares (one and more) the middle rank's variance comes out so many times too large,
+# for normal changes; beyond that by this over their number.
+TOO_LARGE, AND_BEYOND = np.array([1.0, 1.04, 1.32, 1.28, 1.16, 1.04, 1.08, 1.09, 1.08]), 0.5
 WORTH = 0.55  # values that one such square stands for
 WITHIN_WINDOWS = 16  # over which the noise within windows is averaged
 LEAST_REFERENCE = 3  # windows
@@ -94,12 +97,18 @@ class Past:
         self._within[some] += (square - before) / np.maximum(count, 1)
         return np.sqrt(self._within[members]), freedom * self._within_windows[members]
 
-    def noise(self, members: I64, groups: Groups) -> tuple[F64, F64, F64]:
+    def noise(self, members: I64, groups: Groups, steady: Bool) -> tuple[F64, F64, F64]:
         """-> (standard deviation of `apart` in one window, correlation of neighbouring windows)
         [statistic, row], of the row's group; and how many values stand behind it, [row].
+
+        steady: [row] False where it has become slower or faster in these windows. That is no noise:
+        left out while half of the group remain.
         """
         square = _squares(self._apart[members, :, :NEWEST_FOR_NOISE])
         size = groups.count(np.ones(groups.rows, bool))
+        steadies = groups.count(steady)
+        enough = 2 * steadies >= size
+        square[:, :, ~steady & enough] = np.nan
         # Of a few ranks, all see the step of one or two: there it counts what was seen in calm.
         pairs = np.maximum(self.windows(members) - 1, 0).clip(0, NEWEST_FOR_NOISE)
         few = np.flatnonzero((size < FEW) & (self._square_windows[members] > 0))
@@ -111,7 +120,8 @@ class Past:
         most = square.max(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
             shared = np.nan_to_num(1 - square[0] / most, nan=0.0).clip(0.0, 0.95)
-        return np.sqrt(most), shared, WORTH * pairs * np.maximum(size - 1, 1)
+        told = np.where(enough, steadies, size)
+        return np.sqrt(most), shared, WORTH * pairs * np.maximum(told - 1, 1)
 
     def usual(self, members: I64) -> tuple[F64, F64]:
         """(apart, own) [statistic, row] as they usually are; NaN while too little is known."""
@@ -178,13 +188,17 @@ def _quarter(windows: F32) -> F64:
 
 def _squares(ring: F32) -> F64:
     """[row, statistic, window] -> [lag, statistic, row] half the mean square of the changes."""
-    found = []
-    for lag in LAGS:
-        if lag >= ring.shape[-1]:
-            found.append(np.full(ring.shape[1::-1], np.nan))
-        else:
-            found.append(_small_squares(ring[:, :, lag:] - ring[:, :, :-lag]).T / 2)
-    return np.array(found)
+    shape = (len(LAGS), *ring.shape[1::-1])
+    found, number = np.full(shape, np.nan), np.zeros(shape, np.int64)
+    for at, lag in enumerate(LAGS):
+        if lag < ring.shape[-1]:
+            moved = ring[:, :, lag:] - ring[:, :, :-lag]
+            found[at] = _small_squares(moved).T / 2
+            number[at] = (~np.isnan(moved)).sum(axis=-1).T
+    # Before windows far apart are known, so is not how alike neighbours are: rather too much then.
+    known = ~np.isnan(found[-1])
+    found[:, known] /= _too_large(number[:, known])
+    return found
 
 
 def _small_squares(x: F32) -> F64:
@@ -198,3 +212,9 @@ def _small_squares(x: F32) -> F64:
     with np.errstate(invalid="ignore", divide="ignore"):
         variance: F64 = total / kept / OF_KEPT
     return variance
+
+
+def _too_large(count: I64) -> F64:
+    few = TOO_LARGE[np.minimum(count, len(TOO_LARGE) - 1)]
+    found: F64 = np.where(count < len(TOO_LARGE), few, 1 + AND_BEYOND / np.maximum(count, 1))
+    return found

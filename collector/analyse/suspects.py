@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lanterne.collector.analyse import straggler, together
-from lanterne.collector.analyse.past import STATISTICS, Past
+from lanterne.collector.analyse.past import LAGS, STATISTICS, Past
 from lanterne.collector.analyse.peers import Groups
 
 F64 = npt.NDArray[np.float64]
@@ -26,6 +26,8 @@ NO_METHOD, PEERS, OWN_HISTORY, INTERMITTENT, DRIFT = range(5)  # snapshot.METHOD
 
 HORIZONS = (2, 5, 8, 12)  # windows
 NOISIER = np.array([1.0, 1.0, 1.4])[:, None]  # of each statistic, beside a median's
+RARER = np.array([1.0, 1.0, 1.05])[:, None]  # an upper quantile is far out more often than others
+ALIKE = 0.5  # correlation of neighbouring windows, where it is not known at all
 MIDDLE_COSTS = 1.05  # standard deviation of the middle windows' mean over that of all
 MEDIAN_COSTS = np.pi / 2  # variance of a median over that of a mean
 HITS, STRETCHES, LATELY, OF_WINDOWS = 4, 3, 4, 12
@@ -84,11 +86,19 @@ class Noise:
         return np.fmin(np.nan_to_num(found, nan=UNKNOWN), UNKNOWN)
 
 
-def noise_of(past: Past, members: I64, groups: Groups, error: F64, freedom: F64) -> Noise:
-    """error, freedom: [row] relative standard error of a median within the window, see `own`."""
+def noise_of(
+    past: Past, members: I64, groups: Groups, steady: Bool, error: F64, freedom: F64
+) -> Noise:
+    """steady: see `Past.noise`. error, freedom: [row] relative standard error of a median within
+    the window, see `own`.
+    """
     within, freedom = past.within(members, error, freedom)
-    between, shared, pairs = past.noise(members, groups)
-    one = np.maximum(between, within * NOISIER)
+    between, shared, pairs = past.noise(members, groups, steady)
+    # A job of few steps that begins: what the first windows differ by is less than it will be.
+    begins = (past.windows(members) <= LAGS[1]) & (within <= 0)
+    shared[:, begins] = ALIKE
+    between[:, begins] /= math.sqrt(1 - ALIKE)
+    one = np.maximum(between, within * NOISIER) * RARER
     return Noise(one, shared, straggler.limit(pairs + freedom))
 
 

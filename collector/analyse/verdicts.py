@@ -145,9 +145,10 @@ class Verdicts:
             peers = np.minimum(peers, alike)
         elsewhere = _elsewhere(own, pool, peers[0])
         self._past.push(w.members, apart, own)
+        steady = ~self.named[w.members] & (self._free[w.members] >= past.NEWEST_FOR_NOISE)
         # Of a rank alone only the changes in itself are known, which may be its work's.
         noise = suspects.noise_of(
-            self._past, w.members, groups, _of_difference(w.error, peers[0]), w.freedom
+            self._past, w.members, groups, steady, _of_difference(w.error, peers[0]), w.freedom
         )
         # Of the named, `_free` is 0; a verdict that stands may rest on what it began with.
         since = np.where(self.named[w.members], KEPT, self._free[w.members] + 1)

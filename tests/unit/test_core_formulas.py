@@ -80,6 +80,18 @@ def test_medians_ignore_nan_and_means_are_cut() -> None:
     assert np.isnan(own.medians(np.full((1, 3), NAN, np.float32))[0]).all()
 
 
+@pytest.mark.parametrize("count", [10, 20, 21, 29, 30, 39, 40, 60, 100])
+def test_two_long_pauses_of_a_window_say_nothing_and_more_do(count: int) -> None:
+    table = np.ones((2, count), np.float32)
+    table[0, [3, 7]] = 50, 90
+    table[1, :: 5 if count >= 20 else 3] = 50
+    median, mean, upper, _ = own.medians(table)
+    assert median.tolist() == [1, 1]
+    assert (mean[0], upper[0]) == (1, 1)
+    assert mean[1] > 5
+    assert upper[1] == 50
+
+
 def test_blame_is_the_margin() -> None:
     margin = np.array([5.0, NAN])
     charged = blame.charge(margin, np.array([0, 1]), np.zeros((2, 2)), np.array([False, False]))
