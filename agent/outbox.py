@@ -30,6 +30,7 @@ class Item:
     on_its_way: bool = False
     sent_before: bool = False
     not_before: float = 0.0  # monotonic seconds; after a RETRY
+    taken: bool = False  # counts there, and is to be kept here all the same
 
     @property
     def sequence(self) -> int:
@@ -94,16 +95,29 @@ class Outbox:
         )
 
     def next(self, now: float) -> tuple[Item | None, float | None]:
-        """The first batch that is not on its way, now marked so; else how long until one is due."""
+        """The first batch that is not on its way, now marked so; else how long until one is due.
+
+        What the collector has taken comes after all that it has not: were there ever so much of it,
+        the newest window would not be late.
+        """
         with self.changed:
+            due: Item | None = None
+            wait = float("inf")
             for item in self._items.values():
-                if item.on_its_way:
+                if item.on_its_way or (item.taken and due is not None):
                     continue
-                if item.not_before > now:  # what follows waits too: batches go out in order
-                    return None, item.not_before - now
-                item.on_its_way = True
-                return item, None
-            return None, None
+                if item.not_before > now:
+                    wait = min(wait, item.not_before - now)
+                    if item.taken:
+                        continue
+                    break  # what follows waits too: batches go out in order
+                due = item
+                if not item.taken:
+                    break
+            if due is None:
+                return None, None if wait == float("inf") else wait
+            due.on_its_way = True
+            return due, None
 
     def data(self, item: Item) -> bytes | None:
         """What to send, from the disk if need be; None (dropped, counted) where it is gone."""
@@ -131,18 +145,21 @@ class Outbox:
                 self.dropped[cause] += 1
             self.changed.notify_all()
 
-    def again(self, key: Key, not_before: float) -> None:
+    def again(self, key: Key, not_before: float, *, taken: bool = False) -> None:
         with self.changed:
             item = self._items.get(key)
             if item is not None:
-                item.on_its_way, item.not_before = False, not_before
+                item.on_its_way, item.not_before, item.taken = False, not_before, taken
             self.changed.notify_all()
 
     def all_again(self) -> None:
-        """The connection is gone: whatever was on its way may or may not have arrived."""
+        """The connection is gone: whatever was on its way may or may not have arrived, and what had
+        been taken may be forgotten."""
         with self.changed:
             for item in self._items.values():
-                item.on_its_way = False
+                if item.taken:
+                    item.not_before = 0.0
+                item.on_its_way = item.taken = False
 
     # -- the spool's side -------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 32
 FIRST_PAUSE = 0.2
+RETRY_PAUSE, TAKEN_PAUSE = 1.0, 4.0  # at most, until a batch is sent again
 ANSWER_TIMEOUT = 15.0  # a collector that answers nothing for so long is given up
 RETURN_SECONDS = 30.0  # so often, about, the first address is tried while at another one
 RETURN_TIMEOUT = 2.0  # and so long: nothing is sent meanwhile
@@ -350,7 +351,9 @@ class _Session:
             return
         if ack.status == pb.STATUS_RETRY:
             counts["retries"] += 1
-            self._outbox.again(expected, time.monotonic() + 0.5 + random.random() / 2)
+            pause = TAKEN_PAUSE if ack.taken else RETRY_PAUSE
+            not_before = time.monotonic() + pause * (0.5 + random.random() / 2)
+            self._outbox.again(expected, not_before, taken=ack.taken)
             return
         self._outbox.done(expected)
         if ack.status == pb.STATUS_ACCEPTED:

@@ -146,7 +146,7 @@ class Frames:
         """The batch has been taken, and is not on the disk in time: the agent must not forget it.
         Sent again, it is a duplicate."""
         self.counts["batches_unkept"] += 1
-        ack.status = pb.STATUS_RETRY
+        ack.status, ack.taken = pb.STATUS_RETRY, True
         ack.reason = "the collector's disk does not answer: send again later"
 
     def _keep(self, frame: pb.Frame, data: bytes, received_ns: int, used: int) -> None:

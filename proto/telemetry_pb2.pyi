@@ -99,7 +99,7 @@ class ClockSample(_message.Message):
     def __init__(self, agent_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., agent_received_ns: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("epoch", "sequence", "status", "reason", "frame_sent_ns", "collector_received_ns", "collector_sent_ns", "stride", "origins")
+    __slots__ = ("epoch", "sequence", "status", "reason", "frame_sent_ns", "collector_received_ns", "collector_sent_ns", "stride", "origins", "taken")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class Ack(_message.Message):
     COLLECTOR_SENT_NS_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     status: Status
@@ -118,7 +119,8 @@ class Ack(_message.Message):
     collector_sent_ns: int
     stride: int
     origins: Origins
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., reason: _Optional[str] = ..., frame_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., stride: _Optional[int] = ..., origins: _Optional[_Union[Origins, _Mapping]] = ...) -> None: ...
+    taken: bool
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., status: _Optional[_Union[Status, str]] = ..., reason: _Optional[str] = ..., frame_sent_ns: _Optional[int] = ..., collector_received_ns: _Optional[int] = ..., collector_sent_ns: _Optional[int] = ..., stride: _Optional[int] = ..., origins: _Optional[_Union[Origins, _Mapping]] = ..., taken: _Optional[bool] = ...) -> None: ...
 
 class Origins(_message.Message):
     __slots__ = ("epoch", "rows", "comm_hash", "rank", "lane", "offset", "whole")

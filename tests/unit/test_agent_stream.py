@@ -29,6 +29,7 @@ class Collector(rpc.TelemetryServicer):
         self.frames: list[pb.Frame] = []
         self.batches: list[bytes] = []
         self.stride = 1
+        self.taken = False  # what is to come again
         self.origins: list[pb.Origins] = []  # told in as many answers from now on
         self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
         rpc.add_TelemetryServicer_to_server(self, self._server)
@@ -51,6 +52,7 @@ class Collector(rpc.TelemetryServicer):
             yield pb.Ack(
                 origins=self.origins.pop(0) if self.origins else None,
                 status=status,  # type: ignore[arg-type]
+                taken=self.taken and status == pb.STATUS_RETRY,
                 reason="why",
                 frame_sent_ns=frame.sent_ns,
                 collector_received_ns=received,
@@ -247,6 +249,27 @@ def test_retry_means_the_same_batch_later(started: list[Collector | Stream]) -> 
     assert (stream.totals().retries, stream.totals().acknowledged) == (1, 1)
 
 
+def test_new_batches_go_before_those_that_a_stalled_disk_does_not_have(
+    started: list[Collector | Stream],
+) -> None:
+    collector = Collector(
+        lambda data, seen: pb.STATUS_RETRY if data[:1] == b"x" else pb.STATUS_ACCEPTED
+    )
+    collector.taken = True
+    started.append(collector)
+    stream = make_stream(started, collector.port)
+    for n in range(1, 41):
+        stream.offer(n, b"x%d" % n)
+    until(lambda: stream.totals().retries >= 40)
+    stream.offer(41, b"y")
+    until(lambda: b"y" in collector.batches)
+    before = collector.batches[: collector.batches.index(b"y")]
+    assert len(before) < 80  # not all of them again
+    until(lambda: stream.totals().acknowledged == 1)
+    until(lambda: stream.totals().retries >= 80)  # they do come again
+    assert stream.queued[0] == 40
+
+
 def test_the_next_address_takes_over(started: list[Collector | Stream]) -> None:
     first, second = Collector(), Collector()
     started += [first, second]
@@ -326,6 +349,50 @@ def test_a_batch_that_must_wait_holds_those_behind_it() -> None:
     item, _ = outbox.next(5.0)
     assert item is not None
     assert item.sequence == 1
+
+
+def taken(count: int) -> Outbox:
+    """So many batches, all taken by a collector whose disk does not answer."""
+    outbox = Outbox(max_batches=100, max_bytes=1 << 20)
+    for n in range(1, count + 1):
+        outbox.put(n, b"old")
+        outbox.next(0.0)
+        outbox.again((0, n), not_before=5.0 + n, taken=True)
+    return outbox
+
+
+def test_what_has_been_taken_holds_nothing_up() -> None:
+    outbox = taken(3)
+    assert outbox.next(4.0) == (None, 2.0)
+    outbox.put(4, b"new")
+    outbox.put(5, b"new")
+    # Before those that are due for the second time, and while they are not.
+    order = [item.sequence for now in (4.0, 6.5, 6.5, 6.5) if (item := outbox.next(now)[0])]
+    assert order == [4, 5, 1]
+
+
+def test_a_batch_that_was_not_taken_holds_those_behind_it_and_none_that_were() -> None:
+    outbox = taken(2)
+    outbox.put(3, b"new")
+    outbox.put(4, b"new")
+    outbox.next(0.0)
+    outbox.again((0, 3), not_before=9.0)
+    assert outbox.next(4.0) == (None, 2.0)
+    item, _ = outbox.next(6.0)
+    assert item is not None
+    assert item.sequence == 1
+    assert outbox.next(6.0) == (None, 1.0)
+    item, _ = outbox.next(9.0)
+    assert item is not None
+    assert item.sequence == 3
+
+
+def test_after_a_lost_connection_nothing_counts_as_taken() -> None:
+    outbox = taken(2)
+    outbox.put(3, b"new")
+    outbox.all_again()
+    order = [item.sequence for _ in range(3) if (item := outbox.next(0.0)[0])]
+    assert order == [1, 2, 3]
 
 
 # -- spool and several collectors ------------------------------------------------------------
