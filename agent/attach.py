@@ -27,6 +27,7 @@ MAX_LIBRARIES = 256
 CLOSE_SECONDS = 10.0  # what a close waits for; the perf method needs the most, per library
 _GRACE_SCANS = 10  # scans that a library stays attached after its last process has gone
 _RETRY_SCANS = 30  # scans until a failed library is tried again
+_SWEEP_SCANS = 10  # from one look for processes that ended unseen to the next
 _SWEEP_SHARE = 0.25  # share of thread slots in use from which dead threads are looked for
 
 
@@ -65,6 +66,7 @@ class Attacher:
         self._real: dict[Key, Real] = {}
         self._unused: dict[Key, int] = {}
         self._retry: dict[Key, int] = {}
+        self._until_sweep = _SWEEP_SCANS
         self._processes: dict[int, ProcessInfo] = {}
         self.libraries: Mapping[Key, AttachedLibrary] = MappingProxyType(self._libraries)
         self.processes: Mapping[int, ProcessInfo] = MappingProxyType(self._processes)
@@ -90,6 +92,10 @@ class Attacher:
         if self._programs is not None:
             if found.gone:
                 self._programs.forget(found.gone)
+            self._until_sweep -= 1
+            if self._until_sweep <= 0:
+                self._until_sweep = _SWEEP_SCANS
+                self._programs.sweep_processes(self._proc)
             if self._programs.threads_used() > _SWEEP_SHARE:
                 self._programs.sweep_threads(self._proc)
         return Scan(tuple(new), found.gone, tuple(failed))

@@ -6,7 +6,7 @@ import mmap
 import os
 import platform
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +21,7 @@ from .cuda import CudaUses, Use
 from .errors import AttachError, KernelError
 from .slots import SlotTable
 from .support import KernelSupport, probe_support, read_text
+from .unique import unique
 
 __all__ = ["KernelSupport", "Programs", "load", "probe_support", "program_names"]
 
@@ -177,19 +178,35 @@ class Programs:
 
     def forget(self, tgids: Iterable[int]) -> None:
         """Drops the state of processes that have ended, so that their numbers can be used again."""
-        gone = np.fromiter(tgids, np.uint64)
-        if not gone.size:
+        gone = frozenset(tgids)
+        if not gone:
             return
-        self._cuda.forget(gone.tolist())
-        for tgid in gone.tolist():
+        self._cuda.forget(gone)
+        for tgid in gone:
             bpf.delete(self._fds["told"], struct.pack("<I", tgid))
-        self._threads.free(np.isin(self._threads.slots["id"] >> np.uint64(32), gone))
-        self._comms.free(np.isin(self._comms.slots["tgid"], gone.astype(np.uint32)))
+        numbers = np.fromiter(gone, np.uint64)
+        self._threads.free(np.isin(self._threads.slots["id"] >> np.uint64(32), numbers))
+        self._comms.free(np.isin(self._comms.slots["tgid"], numbers.astype(np.uint32)))
+        for fd, key, tgid in self._entries():
+            if tgid in gone:
+                bpf.delete(fd, key)
+
+    def _entries(self) -> Iterator[tuple[int, bytes, int]]:
+        """(descriptor of the map, key, tgid) of what the maps of _BY_PROCESS hold."""
         for name, key_bytes in _BY_PROCESS.items():
             fd = self._fds[name]
             for key in list(bpf.keys(fd, key_bytes, 16384)):
-                if struct.unpack_from("<Q", key)[0] >> 32 in gone:
-                    bpf.delete(fd, key)
+                yield fd, key, struct.unpack_from("<Q", key)[0] >> 32
+
+    def sweep_processes(self, proc: Path = Path("/proc")) -> int:
+        """Forgets the processes that have ended unseen, between two scans, and are still held: the
+        maps would fill up with them; returns how many."""
+        held = {tgid for _, _, tgid in self._entries()}
+        held.update(unique(self._threads.slots["id"] >> np.uint64(32)).tolist())
+        held.update(unique(self._comms.slots["tgid"]).tolist())
+        gone = [tgid for tgid in held if tgid and not (proc / str(tgid)).exists()]
+        self.forget(gone)
+        return len(gone)
 
     def sweep_threads(self, proc: Path = Path("/proc")) -> int:
         """Frees the slots of threads that have ended in living processes; returns how many."""

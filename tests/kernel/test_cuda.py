@@ -10,6 +10,7 @@ import pytest
 from lanterne.agent.cuda import UNKNOWN_DEVICE, Use
 from lanterne.probes import catalog
 from lanterne.probes.layout import Flag, Stream
+from tests.kernel.stub import Caller
 
 pytestmark = pytest.mark.kernel
 
@@ -293,3 +294,30 @@ def test_a_thread_that_launches_nothing_ends_no_step(cuda: Any) -> None:
     gather(cuda, thread=2)  # backward's collectives come from another thread
     cuda.caller.call("cuStreamSynchronize", NAMED)
     assert steps_of(cuda) == (1, 0, 0)
+
+
+def test_processes_that_no_scan_has_seen_are_forgotten(cuda: Any) -> None:
+    """Each leaves its threads and contexts behind, and the maps have room for some thousands."""
+    programs = cuda.loaded.programs
+
+    def held() -> set[int]:
+        return {tgid for _, _, tgid in programs._entries()}
+
+    def context_of(caller: Caller) -> None:
+        slot = caller.memory((0x5550001000).to_bytes(8, "little"))
+        caller.call("cuDevicePrimaryCtxRetain", slot, 1)
+
+    context_of(cuda.caller)
+    unseen = []
+    for _ in range(3):
+        with Caller(*cuda.libraries) as caller:
+            context_of(caller)
+            unseen.append(caller.pid)
+    assert held() >= {cuda.caller.pid, *unseen}
+    for _ in range(10):
+        assert not set(cuda.attacher.scan().gone_pids) & set(unseen)
+    assert cuda.caller.pid in held()
+    assert not held() & set(unseen)
+    assert programs.sweep_processes() == 0
+    launch(cuda, "cuLaunchKernel")
+    assert use_of(cuda).launches == 1
