@@ -236,7 +236,7 @@ class Agent:
         window = self._config.window
         now = time.monotonic()
         next_scan, next_window, next_drain = now, now + window.seconds, now
-        look = LOOK_SECONDS
+        look, filled = LOOK_SECONDS, 0.0
         while not self._stop.is_set():
             self._notifier.alive()
             if self._reload_asked.is_set():
@@ -248,7 +248,7 @@ class Agent:
                 spent = self._scan()
                 after = min(max(window.scan_seconds, spent / SCAN_SHARE), LONGEST_SCAN_PAUSE)
                 next_scan = time.monotonic() + max(after, window.scan_seconds)
-            filled = self._filled()
+                filled = self._filled()
             if filled > DRAIN_FILLED or now >= min(next_drain, next_window):
                 self._drain()
                 next_drain = now + window.drain_seconds
@@ -263,9 +263,21 @@ class Agent:
             if now >= self._tidy_at:
                 memory.let_go()
                 self._tidy_at = float("inf")
-            due = min(next_scan, next_window, next_drain) - time.monotonic()
-            # Twenty times a second: a wait on the event costs several times as much.
-            time.sleep(max(0.0, min(look, due)))
+            filled = self._rest(min(next_scan, next_window, next_drain), look, longest)
+
+    def _rest(self, until: float, look: float, longest: float) -> float:
+        """Until then, or until something is to be done sooner; -> share of the ring that is filled.
+
+        Twenty times a second, when everything has left the CPU's caches: so as little as can be is
+        touched here. A wait on an event would cost several times as much as the sleep.
+        """
+        while True:
+            time.sleep(max(0.0, min(look, until - time.monotonic())))
+            filled = self._filled()
+            asked = self._stop.is_set() or self._reload_asked.is_set()
+            if filled > DRAIN_FILLED or asked or time.monotonic() >= until:
+                return filled
+            look = min(look * 1.5, longest)
 
     def _filled(self) -> float:
         """Share of the ring that waits to be read.

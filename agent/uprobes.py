@@ -109,17 +109,16 @@ class Uprobes:
     @property
     def news(self) -> bool:
         """Whether there is something to read about communicators."""
-        ring = self.comm_events
-        return ring.submitted > ring.read + ring.discarded
+        return self.comm_events.waiting > 0
 
     @property
     def filled(self) -> float:
         """Share of the fullest ring that waits to be read; unlike a drain it costs nothing."""
         programs = self.programs
         return max(
-            _filled(self.records, programs.ring_bytes),
-            _filled(self.device, programs.device_ring_bytes),
-            _filled(self.kernels, programs.kernel_ring_bytes),
+            self.records.waiting / programs.ring_bytes,
+            self.device.waiting / programs.device_ring_bytes,
+            self.kernels.waiting / programs.kernel_ring_bytes,
         )
 
     def read_kernel(self) -> None:
@@ -152,7 +151,3 @@ class Uprobes:
             log.warning("some probes are left for the kernel to remove when this process ends")
         for part in (self.records, self.comm_events, self.device, self.kernels, self.programs):
             part.close()
-
-
-def _filled(of: ring.Ring, size: int) -> float:
-    return (of.submitted - of.read - of.discarded) / (size // (of.dtype.itemsize + 8))
