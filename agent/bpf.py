@@ -21,6 +21,7 @@ _MAP_GET_NEXT_KEY = 4
 _PROG_LOAD = 5
 _OBJ_GET_INFO_BY_FD = 15
 _LINK_CREATE = 28
+_MAP_LOOKUP_BATCH = 24
 
 PROG_TYPE_KPROBE = 2
 ATTACH_PERF_EVENT = 41
@@ -138,6 +139,26 @@ def lookup(map_fd: int, key: bytes, value_bytes: int) -> bytes | None:
     except FileNotFoundError:
         return None
     return value.raw
+
+
+def lookup_all(map_fd: int, count: int, value_bytes: int) -> bytes:
+    """The first values of an array in one call (per-CPU arrays: 5.13+), of all CPUs each."""
+    keys = ctypes.create_string_buffer(4 * count)
+    values = ctypes.create_string_buffer(value_bytes * count)
+    after = ctypes.create_string_buffer(4)
+    attr = struct.pack(
+        "<QQQQIIQQ",
+        0,
+        ctypes.addressof(after),
+        ctypes.addressof(keys),
+        ctypes.addressof(values),
+        count,
+        map_fd,
+        0,
+        0,
+    )
+    bpf(_MAP_LOOKUP_BATCH, attr)
+    return values.raw
 
 
 def update(map_fd: int, key: bytes, value: bytes) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from lanterne.agent.process import Processes, printable
+from lanterne.agent.process import Processes, content, printable
 
 COMMAND_LIMIT = 64
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 NANOSECONDS = 1_000_000_000
 
-Content = Callable[[Path], bytes | None]
+Content = Callable[[str], bytes | None]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class HostReader:
 
     def read(self, pids: Iterable[int]) -> dict[int, ProcessReading]:
         """Readings by pid. A cgroup's file that ranks share is read once."""
-        shared = cache(_content)
+        shared = cache(content)
         readings = {}
         for pid in pids:
             reading = self._process(pid, shared)
@@ -99,7 +99,7 @@ class HostReader:
         return readings
 
     def _process(self, pid: int, shared: Content) -> ProcessReading | None:
-        folder = self._proc / str(pid)
+        folder = f"{self._proc}/{pid}"
         start_ticks = self._processes.start_ticks(pid)
         if start_ticks is None:
             return None
@@ -114,8 +114,8 @@ class HostReader:
             return None  # ended between two reads
         # The main thread's: it is the one that enqueues, and the sum over threads would shrink
         # whenever one ends.
-        schedstat = _content(folder / "schedstat")
-        cgroup = parse_cgroup(_content(folder / "cgroup") or b"")
+        schedstat = content(f"{folder}/schedstat")
+        cgroup = parse_cgroup(content(f"{folder}/cgroup") or b"")
         return ProcessReading(
             pid=pid,
             start_ticks=start_ticks,
@@ -132,10 +132,10 @@ class HostReader:
         self, cgroup: PurePosixPath | None, resource: str, shared: Content
     ) -> float | None:
         """Of the process's own cgroup, else of the host, else None (kernels without PSI)."""
-        files = [self._proc / "pressure" / resource]
+        files = [f"{self._proc}/pressure/{resource}"]
         # The root cgroup has no pressure files of its own: the host's stand for it.
         if cgroup is not None and cgroup.parts:
-            files.insert(0, self._cgroups / cgroup / f"{resource}.pressure")
+            files.insert(0, f"{self._cgroups}/{cgroup}/{resource}.pressure")
         for file in files:
             ratio = parse_pressure(shared(file) or b"")
             if ratio is not None:
@@ -145,12 +145,4 @@ class HostReader:
     def _frozen(self, cgroup: PurePosixPath | None, shared: Content) -> bool:
         if cgroup is None or not cgroup.parts:
             return False
-        return parse_frozen(shared(self._cgroups / cgroup / "cgroup.events") or b"")
-
-
-def _content(path: Path) -> bytes | None:
-    """None where it cannot be read: ended, forbidden, or (PSI switched off) EOPNOTSUPP."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
+        return parse_frozen(shared(f"{self._cgroups}/{cgroup}/cgroup.events") or b"")

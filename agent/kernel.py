@@ -105,11 +105,9 @@ class Programs:
 
     def counters(self) -> dict[str, int]:
         """layout.COUNTERS, summed over CPUs."""
-        counts = {}
-        for index, name in enumerate(layout.COUNTERS):
-            value = bpf.lookup(self._fds["counters"], struct.pack("<I", index), 8 * self._cpus)
-            counts[name] = int(np.frombuffer(value or b"", np.uint64).sum())
-        return counts
+        data = bpf.lookup_all(self._fds["counters"], len(layout.COUNTERS), 8 * self._cpus)
+        totals = np.frombuffer(data, np.uint64).reshape(-1, self._cpus).sum(axis=1)
+        return dict(zip(layout.COUNTERS, totals.tolist(), strict=True))
 
     def run_stats(self, proc: Path = Path("/proc")) -> tuple[int, int] | None:
         """(runs, nanoseconds) of all our programs; None where the kernel does not count them."""

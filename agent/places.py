@@ -16,7 +16,7 @@ from typing import Protocol
 
 from lanterne.agent import cgroup, workload
 from lanterne.agent.pod_list import Pod
-from lanterne.agent.process import Processes
+from lanterne.agent.process import Processes, content
 
 REREAD_SECONDS = 5.0
 KEPT_SECONDS = 60.0  # after a process was last asked for: its communicators are told for a while
@@ -143,11 +143,7 @@ class Places:
             entry.ids = ids
 
     def _cgroup(self, pid: int) -> bytes:
-        try:
-            with (self._proc / str(pid) / "cgroup").open("rb") as file:
-                return file.read(cgroup.MAX_BYTES)
-        except OSError:
-            return b""
+        return content(f"{self._proc}/{pid}/cgroup", cgroup.MAX_BYTES) or b""
 
     def _place(self, entry: _Entry, buses: Mapping[str, str]) -> Place:
         ids, environ = entry.ids, entry.environ
