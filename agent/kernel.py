@@ -200,6 +200,7 @@ class Programs:
         """Forgets the processes that have ended unseen, between two scans, and are still held: the
         maps would fill up with them; returns how many."""
         held = {tgid for _, _, tgid in self._entries()}
+        held.update(int.from_bytes(key, "little") for key in bpf.keys(self._fds["told"], 4, 4096))
         held.update(unique(self._threads.slots["id"] >> np.uint64(32)).tolist())
         held.update(unique(self._comms.slots["tgid"]).tolist())
         gone = [tgid for tgid in held if tgid and not (proc / str(tgid)).exists()]

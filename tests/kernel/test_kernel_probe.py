@@ -170,6 +170,17 @@ def test_the_state_of_a_process_ends_with_it(tmp_path: Path) -> None:
         assert not scene.programs.told([pid])
 
 
+def test_the_state_of_a_process_that_ended_unseen_is_swept_away(tmp_path: Path) -> None:
+    """Ended is what has no folder in the /proc that the agent looks at."""
+    with scene_of(tmp_path, "auto") as scene:
+        scene.launch(1)
+        pid = scene.caller.pid
+        scene.programs.sweep_processes()
+        assert scene.programs.told([pid])
+        assert scene.programs.sweep_processes(tmp_path / "proc") >= 1
+        assert not scene.programs.told([pid])
+
+
 def test_more_names_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lanterne.agent.kernel.MAX_KERNEL_NAMES", 8)
     with scene_of(tmp_path, "auto") as scene:
