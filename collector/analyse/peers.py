@@ -46,17 +46,17 @@ class Groups:
         table[:, ~real] = np.nan
         return table.reshape(-1, index.shape[1])
 
-    def leave_one_out(self, values: F64) -> tuple[F64, F64, I64]:
-        """-> (median, MAD, number) of each row's peers, [S, M]; NaN below one peer."""
-        center, mad = np.full((2, *values.shape), np.nan)
+    def spread(self, values: F64) -> tuple[F64, I64]:
+        """-> (MAD, number) of each row's peers, [S, M]; NaN below one peer."""
+        mad = np.full(values.shape, np.nan)
         peers = np.zeros(values.shape, np.int64)
         for index, real in self._parts:
-            found = straggler.leave_one_out(self._padded(values, index, real))
+            deviation, number = straggler.spread(self._padded(values, index, real))
             shape = (len(values), *index.shape)
             rows = index[real]
-            for out, part in zip((center, mad, peers), found, strict=True):
-                out[:, rows] = part.reshape(shape)[:, real]
-        return center, mad, peers
+            mad[:, rows] = deviation.reshape(shape)[:, real]
+            peers[:, rows] = number.reshape(shape)[:, real]
+        return mad, peers
 
     def center(self, values: F64) -> tuple[F64, I64]:
         """-> (median, number) of each row's peers, [S, M]."""

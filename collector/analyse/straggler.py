@@ -47,22 +47,17 @@ def loo_median(x: F64) -> F64:
     return result
 
 
-def leave_one_out(m: F64) -> tuple[F64, F64, I64]:
-    """[C, n] own times -> (median, MAD, number) of each rank's peers.
+def spread(m: F64) -> tuple[F64, I64]:
+    """[C, n] own times -> (MAD, number) of each rank's peers.
 
-    Above 64 ranks the deviations are taken from the median of all, which differs from that of the
-    peers by at most one place in the order.
+    Above EXACT_RANKS the deviations are taken from the median of all, which differs from that of
+    the peers by at most one place in the order.
     """
-    center = loo_median(m)
     valid = ~np.isnan(m)
     peers = valid.sum(axis=1, keepdims=True) - valid
     if m.shape[1] > EXACT_RANKS:
-        ordered = np.sort(m, axis=1)
-        count = np.maximum(valid.sum(axis=1, keepdims=True), 1)
-        low = np.take_along_axis(ordered, (count - 1) // 2, axis=1)
-        high = np.take_along_axis(ordered, count // 2, axis=1)
-        return center, loo_median(np.abs(m - (low + high) / 2)), peers
-    deviation = np.abs(m[:, None, :] - center[:, :, None])  # [C, rank, peer]
+        return loo_median(np.abs(m - middle(m)[:, None])), peers
+    deviation = np.abs(m[:, None, :] - loo_median(m)[:, :, None])  # [C, rank, peer]
     diagonal = np.arange(m.shape[1])
     deviation[:, diagonal, diagonal] = np.nan
     ordered = np.sort(deviation, axis=2)
@@ -71,7 +66,7 @@ def leave_one_out(m: F64) -> tuple[F64, F64, I64]:
     high = np.take_along_axis(ordered, (some // 2)[..., None], axis=2)[..., 0]
     mad = (low + high) / 2
     mad[peers < 1] = np.nan
-    return center, mad, peers
+    return mad, peers
 
 
 def middle(x: npt.NDArray[np.floating]) -> F64:

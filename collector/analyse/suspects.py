@@ -134,10 +134,11 @@ def examine(
             by_peers &= together.beyond(apart / allowed, groups.of, peers >= ENOUGH_PEERS)
             if by_peers.any():
                 full = apart >= math.log(straggler.RATIO)
+                spread = groups.spread(apart)
                 by_peers &= np.where(
                     full,
-                    outside(apart, groups, straggler.SCORE, straggler.FLOOR),
-                    outside(apart, groups, SCORE_LONG, straggler.FLOOR / 2),
+                    outside(apart, spread, straggler.SCORE, straggler.FLOOR),
+                    outside(apart, spread, SCORE_LONG, straggler.FLOOR / 2),
                 )
                 # Half of them and more are not slow, they do something else.
                 half = 2 * groups.count(_any(by_peers)) >= peers + 1
@@ -149,7 +150,8 @@ def examine(
             by_history &= together.beyond(rise / beside, groups.of, peers >= ENOUGH_PEERS)
             by_history &= own - usual_own >= rise / 2  # or it is the peers that got faster
             if by_history.any():
-                by_history &= outside(rise, groups, straggler.SCORE, straggler.FLOOR)
+                spread = groups.spread(rise)
+                by_history &= outside(rise, spread, straggler.SCORE, straggler.FLOOR)
                 crowd = groups.count(_any(by_history)) > np.maximum(2, CROWD * (peers + 1))
                 by_history &= ~crowd | (horizon == HORIZONS[-1])
                 found.add(by_history, OWN_HISTORY, horizon, rise, rise / beside)
@@ -162,9 +164,9 @@ def _any(found: Bool) -> Bool:
     return some
 
 
-def outside(excess: F64, groups: Groups, score: float, floor: float) -> Bool:
-    """[statistic, row] whether the excess is outside what the peers' differ by."""
-    _, mad, peers = groups.leave_one_out(excess)
+def outside(excess: F64, spread: tuple[F64, I64], score: float, floor: float) -> Bool:
+    """[statistic, row] whether the excess is outside what the peers differ by (Groups.spread)."""
+    mad, peers = spread
     scale = np.maximum(1.4826 * np.where(peers >= 2, mad, 0.0), floor)
     outside: Bool = excess >= score * scale
     return outside

@@ -296,7 +296,9 @@ def _elsewhere(own: F64, pool: I64 | None, peers: I64) -> Bool:
     groups = Groups(pool)
     center, number = groups.center(own)
     with np.errstate(invalid="ignore"):
-        found = suspects.outside(own - center, groups, straggler.SCORE, straggler.FLOOR)
+        found = suspects.outside(
+            own - center, groups.spread(own - center), straggler.SCORE, straggler.FLOOR
+        )
         found &= own - center >= math.log(straggler.RATIO)
     return found & (number >= ENOUGH_ELSEWHERE) & (peers < 2)
 
