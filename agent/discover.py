@@ -20,6 +20,8 @@ from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from pathlib import Path
 
+from .process import content
+
 MAX_MAPS_BYTES = 8 << 20
 MAX_MAPS_READ = 512  # maps files read in one scan
 _YOUNG_SCANS = 30  # scans in which a process counts as young
@@ -303,9 +305,8 @@ class Discovery:
 
     def _read_one(self, pid: int, seen: _Seen) -> None:
         seen.scans += 1
-        try:
-            text = _read_bounded(f"{self._proc}/{pid}/maps", MAX_MAPS_BYTES)
-        except OSError:
+        text = content(f"{self._proc}/{pid}/maps", MAX_MAPS_BYTES)
+        if text is None:
             return
         seen.read_size, seen.since_read = seen.size, 0
         seen.mapped = tuple(
@@ -346,17 +347,6 @@ def _read(path: str) -> bytes:
         return os.read(fd, 4096)
     finally:
         os.close(fd)
-
-
-def _read_bounded(path: str, limit: int) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        parts = [os.read(fd, min(limit, 1 << 20))]
-        while parts[-1] and sum(map(len, parts)) < limit:
-            parts.append(os.read(fd, min(limit - sum(map(len, parts)), 1 << 20)))
-    finally:
-        os.close(fd)
-    return b"".join(parts)
 
 
 def ways_to_open(proc: Path, pid: int, mapped: Mapped) -> Iterable[Path]:

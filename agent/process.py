@@ -28,16 +28,17 @@ def content(path: str, limit: int = MAX_FILE_BYTES) -> bytes | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, ValueError):  # a name with a NUL in it
         return None
+    parts: list[bytes] = []
+    room = limit
     try:
-        data = part = os.read(fd, limit)
-        while part and len(data) < limit:
-            part = os.read(fd, limit - len(data))
-            data += part
+        while room > 0 and (part := os.read(fd, min(room, 1 << 20))):
+            parts.append(part)
+            room -= len(part)
     except OSError:
         return None
     finally:
         os.close(fd)
-    return data
+    return b"".join(parts)
 
 
 class Processes:

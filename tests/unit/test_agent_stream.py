@@ -339,6 +339,11 @@ def test_bytes_are_bounded_but_the_newest_stays() -> None:
     assert (len(outbox), outbox.bytes, outbox.dropped["queue_full"]) == (1, 9, 1)
 
 
+def due(outbox: Outbox, *times: float) -> list[int]:
+    """The numbers of what is given out when it is asked at these times."""
+    return [item.sequence for now in times if (item := outbox.next(now)[0])]
+
+
 def test_a_batch_that_must_wait_holds_those_behind_it() -> None:
     outbox = Outbox(max_batches=10, max_bytes=100)
     outbox.put(1, b"a")
@@ -346,9 +351,7 @@ def test_a_batch_that_must_wait_holds_those_behind_it() -> None:
     outbox.next(0.0)
     outbox.again((0, 1), not_before=5.0)
     assert outbox.next(4.0) == (None, 1.0)
-    item, _ = outbox.next(5.0)
-    assert item is not None
-    assert item.sequence == 1
+    assert due(outbox, 5.0) == [1]
 
 
 def taken(count: int) -> Outbox:
@@ -367,8 +370,7 @@ def test_what_has_been_taken_holds_nothing_up() -> None:
     outbox.put(4, b"new")
     outbox.put(5, b"new")
     # Before those that are due for the second time, and while they are not.
-    order = [item.sequence for now in (4.0, 6.5, 6.5, 6.5) if (item := outbox.next(now)[0])]
-    assert order == [4, 5, 1]
+    assert due(outbox, 4.0, 6.5, 6.5, 6.5) == [4, 5, 1]
 
 
 def test_a_batch_that_was_not_taken_holds_those_behind_it_and_none_that_were() -> None:
@@ -378,21 +380,16 @@ def test_a_batch_that_was_not_taken_holds_those_behind_it_and_none_that_were() -
     outbox.next(0.0)
     outbox.again((0, 3), not_before=9.0)
     assert outbox.next(4.0) == (None, 2.0)
-    item, _ = outbox.next(6.0)
-    assert item is not None
-    assert item.sequence == 1
+    assert due(outbox, 6.0) == [1]
     assert outbox.next(6.0) == (None, 1.0)
-    item, _ = outbox.next(9.0)
-    assert item is not None
-    assert item.sequence == 3
+    assert due(outbox, 9.0) == [3]
 
 
 def test_after_a_lost_connection_nothing_counts_as_taken() -> None:
     outbox = taken(2)
     outbox.put(3, b"new")
     outbox.all_again()
-    order = [item.sequence for _ in range(3) if (item := outbox.next(0.0)[0])]
-    assert order == [1, 2, 3]
+    assert due(outbox, 0.0, 0.0, 0.0) == [1, 2, 3]
 
 
 # -- spool and several collectors ------------------------------------------------------------
