@@ -38,29 +38,27 @@ class Ring:
         self._producer_map = mmap.mmap(
             fd, page + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=page
         )
-        self._consumer = np.frombuffer(self._consumer_map, np.uint64, 1)
-        self._producer = np.frombuffer(self._producer_map, np.uint64, 1)
-        # For `waiting`, which is asked twenty times a second: half the cost of an array's element.
-        self._consumed = memoryview(self._consumer_map)[:8].cast("Q")
-        self._produced = memoryview(self._producer_map)[:8].cast("Q")
+        # Half the cost of an array's element, and `waiting` is asked twenty times a second.
+        self._consumer = memoryview(self._consumer_map)[:8].cast("Q")
+        self._producer = memoryview(self._producer_map)[:8].cast("Q")
 
     @property
     def submitted(self) -> int:
         """Records for which room has been taken so far, whether or not they are complete."""
-        return int(self._producer[0]) // self._stride
+        return self._producer[0] // self._stride
 
     @property
     def waiting(self) -> int:
         """Bytes of records for which room has been taken and that have not been drained."""
-        return self._produced[0] - self._consumed[0]
+        return self._producer[0] - self._consumer[0]
 
     def drain(self, max_rows: int = 1 << 16) -> np.ndarray:
         """Copies out at most ``max_rows`` complete records, oldest first; never blocks.
 
         Stops before a record that a program is still writing. Discarded records are left out.
         """
-        consumer = int(self._consumer[0])
-        rows = min((int(self._producer[0]) - consumer) // self._stride, max_rows)
+        consumer = self._consumer[0]
+        rows = min((self._producer[0] - consumer) // self._stride, max_rows)
         if rows <= 0:
             return np.empty(0, self.dtype)
         # As words: numpy copies structured rows field by field, several times as slow.
@@ -86,10 +84,8 @@ class Ring:
         return records
 
     def close(self) -> None:
-        # numpy holds the maps open; they go with the arrays.
-        self._consumer = self._producer = np.empty(0, np.uint64)
-        self._consumed.release()
-        self._produced.release()
+        self._consumer.release()
+        self._producer.release()
         for view in (self._consumer_map, self._producer_map):
             try:
                 view.close()

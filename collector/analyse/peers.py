@@ -7,6 +7,8 @@ or, where these are too few, those of the same role in the workload's communicat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -48,29 +50,21 @@ class Groups:
 
     def spread(self, values: F64) -> tuple[F64, I64]:
         """-> (MAD, number) of each row's peers, [S, M]; NaN below one peer."""
-        mad = np.full(values.shape, np.nan)
-        peers = np.zeros(values.shape, np.int64)
-        for index, real in self._parts:
-            deviation, number = straggler.spread(self._padded(values, index, real))
-            shape = (len(values), *index.shape)
-            rows = index[real]
-            mad[:, rows] = deviation.reshape(shape)[:, real]
-            peers[:, rows] = number.reshape(shape)[:, real]
-        return mad, peers
+        return self._of_peers(values, straggler.spread)
 
     def center(self, values: F64) -> tuple[F64, I64]:
         """-> (median, number) of each row's peers, [S, M]."""
-        center = np.full(values.shape, np.nan)
+        return self._of_peers(values, straggler.center)
+
+    def _of_peers(self, values: F64, measure: Callable[[F64], tuple[F64, I64]]) -> tuple[F64, I64]:
+        found = np.full(values.shape, np.nan)
         peers = np.zeros(values.shape, np.int64)
         for index, real in self._parts:
-            padded = self._padded(values, index, real)
-            shape = (len(values), *index.shape)
-            rows = index[real]
-            center[:, rows] = straggler.loo_median(padded).reshape(shape)[:, real]
-            there = ~np.isnan(padded)
-            number = there.sum(axis=1, keepdims=True) - there
-            peers[:, rows] = number.reshape(shape)[:, real]
-        return center, peers
+            shape, rows = (len(values), *index.shape), index[real]
+            parts = measure(self._padded(values, index, real))
+            for out, part in zip((found, peers), parts, strict=True):
+                out[:, rows] = part.reshape(shape)[:, real]
+        return found, peers
 
     def median(self, values: F64) -> F64:
         """-> [S, M] median of each row's whole group, NaN ignored."""

@@ -47,14 +47,24 @@ def loo_median(x: F64) -> F64:
     return result
 
 
+def _peers(m: F64) -> I64:
+    valid = ~np.isnan(m)
+    number: I64 = valid.sum(axis=1, keepdims=True) - valid
+    return number
+
+
+def center(m: F64) -> tuple[F64, I64]:
+    """[C, n] own times -> (median, number) of each rank's peers."""
+    return loo_median(m), _peers(m)
+
+
 def spread(m: F64) -> tuple[F64, I64]:
     """[C, n] own times -> (MAD, number) of each rank's peers.
 
     Above EXACT_RANKS the deviations are taken from the median of all, which differs from that of
     the peers by at most one place in the order.
     """
-    valid = ~np.isnan(m)
-    peers = valid.sum(axis=1, keepdims=True) - valid
+    peers = _peers(m)
     if m.shape[1] > EXACT_RANKS:
         return loo_median(np.abs(m - middle(m)[:, None])), peers
     deviation = np.abs(m[:, None, :] - loo_median(m)[:, :, None])  # [C, rank, peer]
